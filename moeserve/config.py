@@ -337,11 +337,11 @@ class ServerConfig:
     )
     max_request_bytes: int = _yaml(32 * 2**20, "maximum size of a request body", low=1)
     max_stored_responses: int = _yaml(
-        0,
-        "responses of /v1/responses kept in memory, for retrieval and previous_response_id; "
-        "0: none",
+        1000,
+        "responses of /v1/responses kept in memory, for retrieval, previous_response_id and "
+        "item_reference; 0: none",
     )
-    max_stored_bytes: int = _yaml(256 * 2**20, "maximum memory for stored responses")
+    max_stored_bytes: int = _yaml(64 * 2**20, "maximum memory for stored responses")
     files_dir: str | None = _yaml(
         None,
         "directory for /v1/files and /v1/batches, not shared with another server (default: those "

@@ -236,8 +236,19 @@ class ErrorResponse(Struct):
 # Models, tokens and the server itself
 
 
+class ModelMeta(Struct):
+    """The context length under llama.cpp's names."""
+
+    n_ctx_train: int
+    n_ctx: int
+
+
 class ModelCard(Answer, kw_only=True):
-    """The model that is served, for clients of OpenAI's API and of Anthropic's."""
+    """The model that is served, for clients of OpenAI's API and of Anthropic's.
+
+    The context length, in tokens, has the names that clients of vLLM, OpenRouter, Anthropic and
+    llama.cpp read.
+    """
 
     id: str
     object: str = "model"
@@ -246,6 +257,9 @@ class ModelCard(Answer, kw_only=True):
     root: str = ""
     parent: None = None
     max_model_len: int | None = None
+    context_length: int | None = None
+    max_input_tokens: int | None = None
+    meta: ModelMeta | None = None
     type: str = "model"
     display_name: str = ""
     created_at: str = ""

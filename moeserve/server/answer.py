@@ -71,6 +71,7 @@ async def stream_answer(
         async with aclosing(running.deltas()) as deltas:
             if stream_log is not None:
                 writer = Numbered(writer, stream_log.entry.id, len(stream_log.sequences))
+            stream.make_ping = writer.ping
             if position is not None and isinstance(writer, Numbered):
                 frames = await writer.resume(deltas, position)
                 running.generations[0].end_replay()

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
 CLIENT_GONE = 499  # status in the log and in the metrics; the client has disconnected
 
+_BASES = "/v1 (OpenAI's API) or in the port (Anthropic's)"
+
 
 class App:
     """The handler of all HTTP requests. It always answers."""
@@ -115,10 +117,22 @@ class App:
             nearest = max((len(r.path + r.suffix) for r in matching), default=0)
             methods = [r.method for r in matching if len(r.path + r.suffix) == nearest]
         if not methods:
-            return NotFound(f"unknown path {shorten(path)}; GET /openapi.json lists the routes")
+            remedy = "GET /openapi.json lists the routes"
+            if (known := self._similar_path(path)) is not None:
+                remedy = f"did you mean {known}? Clients want a base URL that ends in {_BASES}"
+            return NotFound(f"unknown path {shorten(path)}; {remedy}")
         return HttpError(
             405, "method_not_allowed", f"this path supports only {', '.join(methods)}", methods
         )
+
+    def _similar_path(self, path: str) -> str | None:
+        """Return the path that a client with another base URL has meant; None if there is none."""
+        segments = [segment for segment in path.split("/") if segment]
+        without_version = [segment for segment in segments if segment != "v1"]
+        for known in ("/" + "/".join(rest) for rest in (["v1", *without_version], without_version)):
+            if known != path and any(known == exact for _, exact in self._exact_routes):
+                return known
+        return None
 
     def _record_answer(self, route: Route | None, status: int, call: HttpCall) -> None:
         if route is None:

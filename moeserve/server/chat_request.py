@@ -12,6 +12,7 @@ from moeserve.errors import InvalidRequest
 from moeserve.sampling import MAX_INT, NumLogprobs, SamplingParams
 from moeserve.server.errors import shorten
 from moeserve.server.requests import (
+    HIDDEN_IMAGE,
     MAX_UNKNOWN,
     MEDIA,
     NoEffect,
@@ -23,6 +24,7 @@ from moeserve.server.requests import (
 )
 
 PositiveCount = Annotated[int, Meta(ge=1)]
+TokenLimit = Annotated[int, Meta(ge=-1)]  # -1: no limit, as in llama.cpp; see `token_limit`
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -119,14 +121,21 @@ class Message(Struct, kw_only=True, omit_defaults=True):
     tool_call_id: OpenName | None = None
 
 
+_IMAGE = "image_url"  # type of a part
 _MESSAGE_FIELDS = frozenset(Message.__struct_fields__)
+
+
+class ThinkingSwitch(Struct):
+    """Whether the model reasons first, in the form of DeepSeek's and GLM's APIs."""
+
+    type: Literal["enabled", "disabled", "auto"]
 
 
 class ChatRequest(Sampling, kw_only=True):
     """A conversation to answer.
 
-    reasoning_effort: a variable of the template. include_reasoning: false omits the reasoning from
-    the answer.
+    reasoning_effort, enable_thinking, thinking: variables of the template. The last two are names
+    of the same switch. include_reasoning: false omits the reasoning from the answer.
     """
 
     no_effect: ClassVar[NoEffect] = Sampling.no_effect | {
@@ -138,8 +147,8 @@ class ChatRequest(Sampling, kw_only=True):
     messages: list[Message]
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    max_tokens: PositiveCount | None = None
-    max_completion_tokens: PositiveCount | None = None
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -149,9 +158,22 @@ class ChatRequest(Sampling, kw_only=True):
     prompt_cache_key: OpenName | None = None
     safety_identifier: OpenName | None = None
     reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingSwitch | None = None
     include_reasoning: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     receipt: bool | None = None
+
+    def ignored(self) -> list[str]:
+        names = super().ignored()
+        for i, message in enumerate(self.messages):
+            if message.role == "tool" and isinstance(message.content, list):
+                names += [
+                    f"messages[{i}].content[{j}]"
+                    for j, part in enumerate(message.content)
+                    if part.type == _IMAGE
+                ]
+        return names
 
     @staticmethod
     def unknown_inside(raw: dict[str, Any]) -> list[str]:
@@ -177,10 +199,9 @@ def chat_params(request: ChatRequest, defaults: dict[str, Any]) -> SamplingParam
     Raises InvalidRequest.
     """
     given = request.given()
-    max_tokens = request.max_completion_tokens
-    if max_tokens is None:
-        max_tokens = request.max_tokens
-    given["max_tokens"] = None if max_tokens is None else min(max_tokens, MAX_INT)
+    given["max_tokens"] = token_limit(request.max_tokens, "max_tokens")
+    if request.max_completion_tokens is not None:
+        given["max_tokens"] = token_limit(request.max_completion_tokens, "max_completion_tokens")
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     for name in ("logprobs", "return_token_ids"):
@@ -190,6 +211,16 @@ def chat_params(request: ChatRequest, defaults: dict[str, Any]) -> SamplingParam
     given["receipt"] = bool(request.receipt)
     given["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     return SamplingParams(**defaults | given)
+
+
+def token_limit(given: int | None, field: str) -> int | None:
+    """Return the `max_tokens` of `SamplingParams`; None: up to the end of the context.
+
+    Raises InvalidRequest for 0.
+    """
+    if given == 0:
+        raise InvalidRequest(f"{field} must be at least 1, or -1 for no limit", param=field)
+    return None if given is None or given < 0 else min(given, MAX_INT)
 
 
 def chat_tools(
@@ -291,6 +322,8 @@ def _content(message: Message, where: str) -> str:
 
 
 def _part_text(part: TextPart, role: str, where: str) -> str:
+    if role == "tool" and part.type == _IMAGE:
+        return HIDDEN_IMAGE
     known = ("text", "refusal") if role == "assistant" else ("text",)
     if part.type not in known:
         what = f"{where}.type must be {' or '.join(known)}, not {shorten(part.type)!r}: {MEDIA}"

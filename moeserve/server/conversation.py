@@ -26,6 +26,7 @@ from moeserve.server.chat_request import (
     ChatRequest,
     Message,
     ReasoningEffort,
+    ThinkingSwitch,
     Tools,
     chat_messages,
     chat_params,
@@ -193,6 +194,8 @@ class TemplateOptions(Protocol):
     continue_final_message: bool | None
     chat_template_kwargs: dict[str, Any] | None
     reasoning_effort: ReasoningEffort | None
+    enable_thinking: bool | None
+    thinking: bool | ThinkingSwitch | None
 
 
 async def render_chat(
@@ -259,14 +262,24 @@ async def render_chat(
 
 
 def _template_variables(options: TemplateOptions) -> dict[str, Any]:
-    requested = options.chat_template_kwargs or {}
-    if options.reasoning_effort is None:
-        return requested
-    enables_thinking = options.reasoning_effort != "none"
-    # A template's switch for thinking has one of the last two names.
-    effort = {
-        "reasoning_effort": options.reasoning_effort,
-        "enable_thinking": enables_thinking,
-        "thinking": enables_thinking,
-    }
-    return effort | requested
+    """Return the template's variables that a request sets, by whichever field."""
+    variables: dict[str, Any] = {}
+    if options.reasoning_effort is not None:
+        variables["reasoning_effort"] = options.reasoning_effort
+    thinks = _thinks(options)
+    if thinks is not None:
+        # A template's switch for thinking has one of these names.
+        variables |= {"enable_thinking": thinks, "thinking": thinks}
+    return variables | (options.chat_template_kwargs or {})
+
+
+def _thinks(options: TemplateOptions) -> bool | None:
+    """Return whether the model shall reason first; None: the template decides."""
+    if options.enable_thinking is not None:
+        return options.enable_thinking
+    switch = options.thinking
+    if isinstance(switch, bool):
+        return switch
+    if switch is not None and switch.type != "auto":
+        return switch.type == "enabled"
+    return None if options.reasoning_effort is None else options.reasoning_effort != "none"

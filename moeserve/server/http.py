@@ -321,6 +321,7 @@ class SseStream:
         self.sent_at_s = self._loop.time()  # when the last write began
         self.sending = False  # a `send` waits for the reader
         self.ended = False  # nothing more may be sent
+        self.make_ping: Callable[[], bytes] = lambda: PING  # returns what a silent stream sends
         self._transport: asyncio.WriteTransport | None = None
         self._chunked = False
 
@@ -363,10 +364,10 @@ class SseStream:
         self.sending = False
 
     async def ping(self) -> None:
-        """Send a comment, unless the stream is about to send or to end."""
+        """Send a sign of life, unless the stream is about to send or to end."""
         if not self.sending and not self.ended:
             with suppress(ConnectionError):  # the reader has left, which ends the handler
-                await self.send(PING)
+                await self.send(self.make_ping())
 
     async def finish(self) -> web.StreamResponse:
         """End the body and return the response, as aiohttp's handlers do."""

@@ -44,6 +44,9 @@ class Numbered(StreamWriter):
     def failure(self, error: RequestError, request_id: str) -> bytes:
         return self._writer.failure(error, request_id)
 
+    def ping(self) -> bytes:
+        return self._writer.ping()
+
     def _position(self) -> bytes:
         pairs = zip(self._num_tokens, self._has_ended, strict=True)
         return b".".join([b"%de" % count if ended else b"%d" % count for count, ended in pairs])

@@ -68,6 +68,7 @@ class Sampling(StructuredFields, kw_only=True):
     presence_penalty: sampling.Penalty | None = None
     frequency_penalty: sampling.Penalty | None = None
     repetition_penalty: sampling.RepetitionPenalty | None = None
+    repeat_penalty: sampling.RepetitionPenalty | None = None  # llama.cpp's name of the same
     seed: sampling.Seed | None = None
     stop: sampling.StopString | sampling.StopStrings | None = None
     stop_token_ids: list[sampling.TokenId] | None = None
@@ -98,6 +99,8 @@ class Sampling(StructuredFields, kw_only=True):
         fields = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
+        if self.repeat_penalty is not None:
+            fields.setdefault("repetition_penalty", self.repeat_penalty)
         if (constraint := self.constraint()) is not None:
             fields["structured_outputs"] = constraint.params
         return fields
@@ -123,6 +126,7 @@ _SAMPLING_FIELDS = [
 _TOOLS = "tools are only supported in chats: use /v1/chat/completions"
 _OLD = "OpenAI's functions of 2023 are not supported: use tools and tool_choice"
 MEDIA = "this server supports text only"
+HIDDEN_IMAGE = "[image: not shown, because this model reads text only]"
 _REFUSED: Refusals = {
     "tools": (_TOOLS, ([],)),
     "tool_choice": (_TOOLS, ("none",)),
@@ -276,6 +280,17 @@ class TextItem(Struct, kw_only=True):
     text: str
 
 
+class HiddenImage(Struct):
+    """An image in a tool's result. The model reads a note in its place, so that a program which
+    sends its whole history with each request can go on.
+    """
+
+    @property
+    def text(self) -> str:
+        """The note."""
+        return HIDDEN_IMAGE
+
+
 class RefusalItem(Struct, kw_only=True):
     """A part of an assistant's content in which it declines to answer. It counts as text."""
 
@@ -322,6 +337,17 @@ def texts_at(content: str | list[dict[str, Any]], kinds: Kinds, where: str) -> l
     if isinstance(content, str):
         return [content]
     return [typed_at(part, kinds, f"{where}[{i}]").text for i, part in enumerate(content)]
+
+
+def hidden_images(content: Any, image_type: str, where: str) -> list[str]:
+    """Return the places of images in a tool's result, which is not checked yet."""
+    if not isinstance(content, list):
+        return []
+    return [
+        f"{where}[{i}]"
+        for i, part in enumerate(content)
+        if isinstance(part, dict) and part.get("type") == image_type
+    ]
 
 
 @contextmanager

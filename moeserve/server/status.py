@@ -11,7 +11,14 @@ from aiohttp import web
 
 from moeserve.errors import ModelNotFound, NotFound
 from moeserve.frontend.receipt_signer import NO_KEY
-from moeserve.protocol import ModelCard, ModelList, ReceiptKey, StatusResponse, VersionResponse
+from moeserve.protocol import (
+    ModelCard,
+    ModelList,
+    ModelMeta,
+    ReceiptKey,
+    StatusResponse,
+    VersionResponse,
+)
 from moeserve.server.call import HttpCall
 from moeserve.server.http import DONE, SseStream
 from moeserve.version import __version__
@@ -83,6 +90,9 @@ def _card(call: HttpCall, name: str) -> ModelCard:
         created=created,
         root=front.model_name,
         max_model_len=ready.max_model_len,
+        context_length=ready.max_model_len,
+        max_input_tokens=ready.max_model_len,
+        meta=ModelMeta(n_ctx_train=ready.max_model_len, n_ctx=ready.max_model_len),
         display_name=name,
         created_at=f"{datetime.fromtimestamp(created, UTC):%Y-%m-%dT%H:%M:%SZ}",
     )

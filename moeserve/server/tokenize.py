@@ -11,7 +11,7 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.protocol import Answer, Detokenized, Tokenized
 from moeserve.sampling import TokenId
 from moeserve.server.call import HttpCall
-from moeserve.server.chat_request import Message, ReasoningEffort, chat_tools
+from moeserve.server.chat_request import Message, ReasoningEffort, ThinkingSwitch, chat_tools
 from moeserve.server.conversation import render_chat
 from moeserve.text.tokenizer import Tokenizer
 
@@ -30,6 +30,8 @@ class TokenizeRequest(Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingSwitch | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
 

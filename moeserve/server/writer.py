@@ -16,7 +16,7 @@ from moeserve.errors import RequestError
 from moeserve.frontend.generation import Delta
 from moeserve.server.conversation import Conversation
 from moeserve.server.errors import error_body
-from moeserve.server.http import DONE
+from moeserve.server.http import DONE, PING
 from moeserve.server.logprobs import LogprobFormat
 from moeserve.server.requests import Sampling, StreamOptions
 from moeserve.server.running import RunningRequest
@@ -49,6 +49,10 @@ class StreamWriter(ABC):
     @abstractmethod
     def failure(self, error: RequestError, request_id: str) -> bytes:
         """Return the events that end a stream which failed after it began."""
+
+    def ping(self) -> bytes:
+        """Return a sign of life for a silent stream: a comment, which clients skip."""
+        return PING
 
 
 class Writer(StreamWriter):

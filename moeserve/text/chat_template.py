@@ -46,6 +46,12 @@ _CALL_PROBE: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "c"},
     {"role": "user", "content": "more"},
 ]
+# Conversations with two system messages, whose texts must both be in the prompt.
+_SYSTEM_TEXTS = ("probe one", "probe two")
+_FIRST_SYSTEM, _SECOND_SYSTEM = ({"role": "system", "content": text} for text in _SYSTEM_TEXTS)
+_USER = {"role": "user", "content": "hi"}
+_ADJACENT_SYSTEMS_PROBE = [_FIRST_SYSTEM, _SECOND_SYSTEM, _USER]
+_LATE_SYSTEM_PROBE = [_FIRST_SYSTEM, _USER, _SECOND_SYSTEM]
 
 SANDBOXES = SandboxPool(
     "moeserve.text.template_sandbox", str(MAX_SECONDS), purpose="chat templates"
@@ -100,6 +106,9 @@ class ChatTemplate:
         self.takes_calls = "tool_calls" in self.source_for_tools
         # The content of messages with tool calls and without text
         self._content_of_calls = self._probe_content_of_calls() if self.takes_calls else ""
+        # Whether the template shows several system messages at the start, and later ones
+        self._takes_adjacent_systems = self._shows_both_systems(_ADJACENT_SYSTEMS_PROBE)
+        self._takes_late_system = self._shows_both_systems(_LATE_SYSTEM_PROBE)
 
     @classmethod
     def load(cls, model_dir: Path, override: Path | str | None = None) -> "ChatTemplate | None":
@@ -208,6 +217,8 @@ class ChatTemplate:
             )
         shield = tokenizer.control.shield
         shielded = [self._shielded(message, shield) for message in messages]
+        if not (self._takes_adjacent_systems and self._takes_late_system):
+            shielded = merge_systems(shielded, only_adjacent=self._takes_late_system)
         if continue_final_message:
             if messages[-1].get("content") is None:
                 raise InvalidRequest("the final message has no text to continue", param="messages")
@@ -313,6 +324,45 @@ class ChatTemplate:
         ):
             return ""
         return None
+
+    def _shows_both_systems(self, messages: list[dict[str, Any]]) -> bool:
+        """Return whether the template renders two system messages, and drops neither."""
+
+        def work(sandbox: SandboxProcess) -> list[_Rendering]:
+            now = datetime.now()
+            variables: dict[str, Any] = {"messages": messages, "add_generation_prompt": True}
+            return [
+                self._run_template(sandbox, variables, now),
+                self._run_template(sandbox, variables | {"tools": []}, now),
+            ]
+
+        return all(
+            outcome == "text" and all(shown in text for shown in _SYSTEM_TEXTS)
+            for outcome, text in self._sandboxes.submit(work).result()
+        )
+
+
+def merge_systems(messages: list[dict[str, Any]], *, only_adjacent: bool) -> list[dict[str, Any]]:
+    """Return the conversation with system messages joined, for a template that takes only one.
+
+    Agents send several, and later ones; their rules must reach the model.
+
+    only_adjacent: join only those that follow each other; otherwise all become the first message.
+    """
+    merged: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != "system":
+            merged.append(message)
+            continue
+        at = len(merged) - 1 if only_adjacent else 0
+        if merged and merged[at]["role"] == "system":
+            text = "\n\n".join((merged[at]["content"], message["content"]))
+            merged[at] = merged[at] | {"content": text}
+        elif only_adjacent:
+            merged.append(message)
+        else:
+            merged.insert(0, message)
+    return merged
 
 
 def _read(path: Path) -> str:

@@ -421,3 +421,136 @@ async def test_arguments_are_rendered_as_they_were_answered():
         assert message["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
         _, shown, _ = await live.post(f"{CHAT}/render", body | {"messages": [USER, message]})
         assert '"arguments": {"city": "K' in shown["prompt"]
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+async def test_a_limit_of_minus_one_is_none(live, route):
+    status, body, _ = await live.post(route, BODIES[route] | {"max_tokens": -1})
+    assert status == 200, body
+    assert live.engine.submitted.sampling.max_tokens > 200  # the context has 256 tokens
+    status, body, _ = await live.post(route, BODIES[route] | {"max_tokens": -2})
+    assert (status, body["error"]["param"]) == (400, "max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({"enable_thinking": False}, False),
+        ({"thinking": False}, False),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"thinking": {"type": "enabled"}}, True),
+        ({"thinking": {"type": "auto"}}, True),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, False),
+        ({"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, True),
+    ],
+)
+async def test_the_switch_of_thinking_has_several_names(fields, thinks):
+    async with answering("ok<|im_end|>") as live:
+        status, body, response = await live.post(CHAT, BODIES[CHAT] | fields)
+        assert status == 200, body
+        assert "Warning" not in response.headers
+        assert ("</think>" not in live.engine.prompt) == thinks
+
+
+async def test_llama_cpps_name_of_the_repetition_penalty(live):
+    await live.post(CHAT, BODIES[CHAT] | {"repeat_penalty": 1.5})
+    assert live.engine.submitted.sampling.repetition_penalty == 1.5
+    await live.post(CHAT, BODIES[CHAT] | {"repeat_penalty": 1.5, "repetition_penalty": 1.25})
+    assert live.engine.submitted.sampling.repetition_penalty == 1.25
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("//v1/chat/completions", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/messages/", "/v1/messages"),
+        ("/v1/livez", "/livez"),
+    ],
+)
+async def test_a_wrong_base_url_is_answered_with_the_right_path(live, path, meant):
+    status, body, _ = await live.post(path, BODIES[CHAT])
+    assert status == 404
+    assert f"did you mean {meant}?" in body["error"]["message"]
+
+
+async def test_models_have_the_context_length_under_every_name(live):
+    _, models = await live.get("/v1/models")
+    (card,) = models["data"]
+    length = card["max_model_len"]
+    assert length > 0
+    assert (card["context_length"], card["max_input_tokens"]) == (length, length)
+    assert card["meta"] == {"n_ctx_train": length, "n_ctx": length}
+
+
+async def test_codex_sends_metadata_that_is_known(live):
+    body = BODIES[RESPONSES] | {"client_metadata": {"session_id": "x"}}
+    status, _, response = await live.post(RESPONSES, body)
+    assert status == 200
+    assert "Warning" not in response.headers
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+TEXT = {"type": "text", "text": "sun"}
+PICTURE_RESULTS = {
+    CHAT: (
+        [
+            assistant(content=None, tool_calls=[CHAT_CALL]),
+            {"role": "tool", "tool_call_id": "c1", "content": [TEXT, PICTURE]},
+        ],
+        "messages[2].content[1]",
+    ),
+    MESSAGES: (
+        [
+            assistant(content=[{"type": "tool_use", "id": "c1", "name": "weather", "input": {}}]),
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "c1",
+                        "content": [TEXT, {"type": "image", "source": {"type": "base64"}}],
+                    }
+                ],
+            },
+        ],
+        "messages[2].content[0].content[1]",
+    ),
+    RESPONSES: (
+        [
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+            {
+                "type": "function_call_output",
+                "call_id": "c1",
+                "output": [
+                    {"type": "input_text", "text": "sun"},
+                    {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+                ],
+            },
+        ],
+        "input[2].output[1]",
+    ),
+}
+
+
+@pytest.mark.parametrize("route", PICTURE_RESULTS)
+async def test_a_picture_in_a_tools_result_does_not_end_the_session(route):
+    turns, place = PICTURE_RESULTS[route]
+    field = "input" if route == RESPONSES else "messages"
+    async with answering("ok<|im_end|>") as live:
+        body = BODIES[route] | {field: [USER, *turns]}
+        status, answer, response = await live.post(route, body)
+        assert status == 200, answer
+        assert "sun\n[image: not shown" in live.engine.prompt
+        assert place in response.headers["Warning"]
+        # One that the user sends is refused, because the answer would be about it.
+        user = (
+            [PICTURE if route == CHAT else turns[1]["content"][0]["content"][1]]
+            if (route != RESPONSES)
+            else [turns[1]["output"][1]]
+        )
+        status, _, _ = await live.post(
+            route, BODIES[route] | {field: [{"role": "user", "content": user}]}
+        )
+        assert status == 400

@@ -135,7 +135,7 @@ CASES: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("a million prompts", COMPLETIONS, text(prompt=["a"] * 1_000_000), 400, None, "prompt"),
     ("max_tokens 0", CHAT, chat(max_tokens=0), 400, None, "max_tokens"),
     ("max_tokens 0 no echo", COMPLETIONS, text(max_tokens=0), 400, None, "max_tokens"),
-    ("max_tokens -1", CHAT, chat(max_tokens=-1), 400, None, "max_tokens"),
+    ("max_tokens -2", CHAT, chat(max_tokens=-2), 400, None, "max_tokens"),
     ("max_tokens 1e12", CHAT, chat(max_tokens=10**12), 200, None, None),
     ("max_tokens over the context", CHAT, chat(max_tokens=10_000), 200, None, None),
     ("temperature 0, n 4", CHAT, chat(temperature=0, n=4), 200, None, None),

@@ -55,7 +55,7 @@ async def test_a_whole_answer(live, story):
         {"format": {"type": "text"}},
         "auto",
     )
-    assert body["store"] is False  # and it is not
+    assert body["store"] is True
     assert body["completed_at"] >= body["created_at"]
 
 
@@ -221,14 +221,33 @@ async def test_a_schema_becomes_a_grammar(live):
     assert (status, body["error"]["param"]) == (400, "text.format.schema")
 
 
-async def test_without_a_store_errors_name_the_remedy(live):
-    _, body, _ = await live.post(RESPONSES, ASK | {"store": True})
-    status, error = await live.get(f"{RESPONSES}/{body['id']}")
-    assert (status, error["error"]["code"]) == (404, "response_not_found")
-    assert "max_stored_responses" in error["error"]["message"]
-    status, error, _ = await live.post(RESPONSES, ASK | {"previous_response_id": body["id"]})
-    assert (status, error["error"]["code"]) == (400, "previous_response_not_found")
-    assert "max_stored_responses" in error["error"]["message"]
+async def test_without_a_store_errors_name_the_remedy(launch):
+    async with launch(max_stored_responses=0) as live:
+        _, body, _ = await live.post(RESPONSES, ASK | {"store": True})
+        status, error = await live.get(f"{RESPONSES}/{body['id']}")
+        assert (status, error["error"]["code"]) == (404, "response_not_found")
+        assert "max_stored_responses" in error["error"]["message"]
+        status, error, _ = await live.post(RESPONSES, ASK | {"previous_response_id": body["id"]})
+        assert (status, error["error"]["code"]) == (400, "previous_response_not_found")
+        assert "max_stored_responses" in error["error"]["message"]
+        reference = {"type": "item_reference", "id": body["output"][0]["id"]}
+        status, error, _ = await live.post(RESPONSES, ASK | {"input": [reference]})
+        assert (status, error["error"]["code"]) == (400, "item_not_found")
+        assert "store: false" in error["error"]["message"]
+
+
+async def test_references_to_items_are_resolved(live, story):
+    _, first, _ = await live.post(RESPONSES, ASK)
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    turns = [{"role": "user", "content": "One"}, reference, {"role": "user", "content": "Two"}]
+    _, second, _ = await live.post(RESPONSES, ASK | {"input": turns})
+    assert f"assistant\n{story}" in live.engine.prompt
+    _, page = await live.get(f"{RESPONSES}/{second['id']}/input_items?order=asc")
+    assert page["data"][1]["content"][0]["text"] == story
+    for wrong in ("msg_1", f"{reference['id']}9", "x" * 9999):
+        turns[1] = {"type": "item_reference", "id": wrong}
+        status, error, _ = await live.post(RESPONSES, ASK | {"input": turns})
+        assert (status, error["error"]["param"]) == (400, "input[1]")
 
 
 async def test_stored_responses_go_on(launch, story):
@@ -338,9 +357,10 @@ REFUSED = [
     ({"input": [IMAGE]}, "input[0].content[0].type"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+    ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "web_search"}]}, "tools"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
     ({"tool_choice": {"type": "function", "name": "nobody"}}, "tool_choice"),
@@ -353,8 +373,7 @@ REFUSED = [
     ({"max_tokens": 5}, "max_tokens"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"n": 2}, "n"),
-    ({"include": ["file_search_call.results"]}, "include[0]"),
-    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
     ({"temperature": 3}, "temperature"),
 ]
 

@@ -360,3 +360,54 @@ def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path, byte_level):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     template = ChatTemplate.load(tmp_path)
     assert (template.source, template.source_for_tools) == ("y", "z")
+
+
+SHOWN = "{{ m.role }}: {{ m.content }}\n"
+ONE_SYSTEM = [
+    {"role": "system", "content": "A"},
+    {"role": "developer", "content": "B"},
+    {"role": "user", "content": "hi"},
+    {"role": "system", "content": "C"},
+    {"role": "user", "content": "go on"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            "{% for m in messages %}" + SHOWN + "{% endfor %}",
+            "system: A\nsystem: B\nuser: hi\nsystem: C\nuser: go on\n",
+        ),
+        (  # refuses a later one, as Qwen3.5's does
+            "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+            "{{ raise_exception('System message must be at the beginning') }}{% endif %}"
+            + SHOWN
+            + "{% endfor %}",
+            "system: A\n\nB\n\nC\nuser: hi\nuser: go on\n",
+        ),
+        (  # drops all but the first one, as gpt-oss's does
+            "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
+            + SHOWN
+            + "{% endif %}{% endfor %}",
+            "system: A\n\nB\n\nC\nuser: hi\nuser: go on\n",
+        ),
+        (  # shows one that follows a user's, but of two in a row only the last
+            "{% for m in messages %}"
+            "{% if m.role != 'system' or loop.last or messages[loop.index].role != 'system' %}"
+            + SHOWN
+            + "{% endif %}{% endfor %}",
+            "system: A\n\nB\nuser: hi\nsystem: C\nuser: go on\n",
+        ),
+    ],
+)
+def test_every_system_message_is_shown(byte_level, template, expected):
+    rendered = ChatTemplate(template).render(byte_level, ONE_SYSTEM, add_generation_prompt=False)
+    assert rendered == expected
+    without = ONE_SYSTEM[2:]  # the only one comes late
+    assert "C" in ChatTemplate(template).render(byte_level, without)
+    for_tools = "{% for m in messages %}" + SHOWN + "{% endfor %}"
+    variants = ChatTemplate(for_tools, for_tools=template)
+    assert (
+        variants.render(byte_level, ONE_SYSTEM, tools=[], add_generation_prompt=False) == expected
+    )

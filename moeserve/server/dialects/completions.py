@@ -3,19 +3,19 @@
 This is not a dialect of conversations: a completion is plain text, without parts.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
 from aiohttp import web
-from msgspec import Meta
 
 from moeserve.errors import InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta
 from moeserve.messages import Ready
 from moeserve.protocol import Completion, CompletionChoice, CompletionLogprobs, OpenCompletionChoice
-from moeserve.sampling import MAX_INT, NumLogprobs, SamplingParams
+from moeserve.sampling import NumLogprobs, SamplingParams
 from moeserve.server.answer import stream_answer, write_all
 from moeserve.server.call import HttpCall
+from moeserve.server.chat_request import TokenLimit, token_limit
 from moeserve.server.logprobs import LogprobFormat
 from moeserve.server.requests import Sampling, check_chars
 from moeserve.server.running import RunningRequest
@@ -30,12 +30,15 @@ Prompt = str | list[int]
 
 
 class CompletionRequest(Sampling, kw_only=True):
-    """One or several prompts to complete, as text or token ids. max_tokens may be 0 with echo."""
+    """One or several prompts to complete, as text or token ids.
+
+    max_tokens: may be 0 with echo; -1: up to the end of the context.
+    """
 
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: TokenLimit | None = None
     add_special_tokens: bool | None = None
     receipt: bool | None = None
 
@@ -76,8 +79,10 @@ def completion_params(request: CompletionRequest, defaults: dict[str, Any]) -> S
     """
     given = request.given()
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    min_tokens = 1 if request.echo else 0
-    given["max_tokens"] = min(max(max_tokens, min_tokens), MAX_INT)
+    if max_tokens == 0 and request.echo:
+        given["max_tokens"] = 1
+    else:
+        given["max_tokens"] = token_limit(max_tokens, "max_tokens")
     if request.receipt and max_tokens == 0:
         raise InvalidRequest(
             "an answer without tokens (max_tokens: 0) has no receipt", param="receipt"

@@ -14,12 +14,14 @@ from moeserve.server.chat_request import (
     ReasoningEffort,
 )
 from moeserve.server.requests import (
+    HiddenImage,
     Kinds,
     NoEffect,
     OpenName,
     Refusals,
     Sampling,
     TextItem,
+    hidden_images,
     text_at,
     texts_at,
     typed_at,
@@ -52,6 +54,8 @@ class _ToolResult(Struct, kw_only=True):
 
 
 _TEXTS: Kinds = {"text": TextItem}
+_IMAGE = "image"
+_RESULTS: Kinds = _TEXTS | {_IMAGE: HiddenImage}
 _BLOCKS: dict[str, Kinds] = {
     "system": _TEXTS,
     "user": _TEXTS | {"tool_result": _ToolResult},
@@ -150,8 +154,11 @@ class CountTokensRequest(Sampling, kw_only=True):
         for i, message in enumerate(self.messages):
             blocks = message.content if isinstance(message.content, list) else []
             for j, block in enumerate(blocks):
+                where = f"messages[{i}].content[{j}]"
                 if block.get("type") == "redacted_thinking":
-                    names.append(f"messages[{i}].content[{j}]")
+                    names.append(where)
+                elif block.get("type") == "tool_result":
+                    names += hidden_images(block.get("content"), _IMAGE, f"{where}.content")
         return names
 
     def chat(self, max_tokens: int | None = None) -> ChatRequest:
@@ -245,7 +252,7 @@ def _chat_messages(given: InputMessage, where: str) -> list[Message]:
                 if texts:
                     messages.append(Message(role=given.role, content="\n".join(texts)))
                     texts = []
-                text = text_at(result.content, _TEXTS, f"{block_where}.content")
+                text = text_at(result.content, _RESULTS, f"{block_where}.content")
                 prefix = "Error: " if result.is_error else ""
                 messages.append(
                     Message(role="tool", content=prefix + text, tool_call_id=result.tool_use_id)

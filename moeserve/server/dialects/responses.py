@@ -2,6 +2,7 @@
 list their input.
 """
 
+import re
 import uuid
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,6 +24,8 @@ from moeserve.server.dialects.responses_answer import (
     ResponseWriter,
 )
 from moeserve.server.dialects.responses_request import ResponsesRequest
+from moeserve.server.dialects.responses_tools import ResponseTools
+from moeserve.server.errors import shorten
 from moeserve.server.file_objects import Deleted, page
 from moeserve.server.requests import fields_named
 from moeserve.server.response_store import Stored
@@ -41,13 +44,17 @@ _NAMES = {
 _naming = partial(fields_named, _NAMES)
 
 Items = list[dict[str, Any]]
+# The id of an output item, which contains the key of its response.
+_OUTPUT_ID = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{32})\d+")
 
 
 async def create_response(call: HttpCall) -> web.StreamResponse:
     """Answer an input, whole or as a stream of typed events."""
     request, terms = await read_generation_request(call, ResponsesRequest)
+    _resolve_references(call, request)
     history = _history(call, request)
-    chat_request = request.chat(history)
+    tools = ResponseTools(request.tools or ())
+    chat_request = request.chat(history, tools)
     key = uuid.uuid4().hex
     store = call.context.store
     owner = call.caller.owner
@@ -59,7 +66,12 @@ async def create_response(call: HttpCall) -> web.StreamResponse:
 
     def make_writer(chat: Conversation) -> ResponseWriter:
         return ResponseWriter(
-            chat, request=request, key=key, stores=store.max_count > 0, on_end=store_response
+            chat,
+            request=request,
+            tools=tools,
+            key=key,
+            stores=store.max_count > 0,
+            on_end=store_response,
         )
 
     def registered(running: ResponseWriter) -> AbstractContextManager[None]:
@@ -77,7 +89,9 @@ async def count_input_tokens(call: HttpCall) -> web.StreamResponse:
     """Count the tokens of an input."""
     request = await call.read(ResponsesRequest)
     with _naming():
-        _, prompt = await prompt_of(call, request.chat(_history(call, request)))
+        _resolve_references(call, request)
+        chat = request.chat(_history(call, request), ResponseTools(request.tools or ()))
+        _, prompt = await prompt_of(call, chat)
     return call.answer(InputTokens(input_tokens=len(prompt)))
 
 
@@ -155,6 +169,38 @@ def _history(call: HttpCall, request: ResponsesRequest) -> Items:
     output: Items = msgspec.json.decode(stored.response)["output"]
     items: Items = msgspec.json.decode(stored.items)
     return items + output
+
+
+def _resolve_references(call: HttpCall, request: ResponsesRequest) -> None:
+    """Replace references in the input by the output items of stored responses.
+
+    Raises InvalidRequest if one is not stored.
+    """
+    if isinstance(request.input, str):
+        return
+    for i, item in enumerate(request.input):
+        if item.get("type") == "item_reference":
+            request.input[i] = _output_item(call, str(item.get("id")), f"input[{i}]")
+
+
+def _output_item(call: HttpCall, item_id: str, where: str) -> dict[str, Any]:
+    why = "only items of responses' output can be referred to"
+    if (match := _OUTPUT_ID.fullmatch(item_id)) is not None:
+        try:
+            stored = call.context.store.get(call.caller.owner, f"resp_{match[1]}")
+        except NotFound as error:
+            why = error.message
+        else:
+            output: Items = msgspec.json.decode(stored.response)["output"]
+            for item in output:
+                if item["id"] == item_id:
+                    return item
+    raise InvalidRequest(
+        f"{where}: there is no item {shorten(item_id)!r}: {why}. Send whole items in place of "
+        "references (most clients do with store: false)",
+        param=where,
+        code="item_not_found",
+    )
 
 
 def stored_items(request: ResponsesRequest, key: str) -> Items:

@@ -4,19 +4,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType, field
 
 from moeserve.errors import RequestError
 from moeserve.frontend.generation import Delta
 from moeserve.protocol import Answer, CachedTokens, TokenLogprob
 from moeserve.server.conversation import Conversation
 from moeserve.server.dialects.responses_request import (
-    FunctionTool,
     ReasoningConfig,
     ResponsesRequest,
     TextConfig,
     TextFormat,
 )
+from moeserve.server.dialects.responses_tools import ResponseTools, input_of
 from moeserve.server.errors import error_message
 from moeserve.server.file_objects import Page
 from moeserve.server.logprobs import LogprobFormat
@@ -74,10 +74,22 @@ class OutputCall(Struct, tag="function_call", kw_only=True):
     call_id: str
     name: str
     arguments: str = ""  # JSON text
+    namespace: str | UnsetType = UNSET  # of the tool, if it is in one
     status: str = "in_progress"
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(Struct, tag="custom_tool_call", kw_only=True):
+    """A call of a tool that takes text."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str = ""
+    namespace: str | UnsetType = UNSET
+    status: str = "in_progress"
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class OutputTokensDetails(Struct):
@@ -124,7 +136,7 @@ class Response(Answer, kw_only=True):
     usage: ResponseUsage | None = None
     instructions: str | None
     previous_response_id: str | None
-    tools: list[FunctionTool]
+    tools: list[Any]
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool
     text: TextConfig
@@ -173,6 +185,7 @@ class ResponseEvent(Struct, kw_only=True, omit_defaults=True):
     delta: str | None = None
     text: str | None = None
     arguments: str | None = None
+    input: str | None = None
     logprobs: list[TokenLogprob] | None = None
 
 
@@ -188,18 +201,21 @@ class ResponseWriter(EventWriter):
         chat: Conversation,
         *,
         request: ResponsesRequest,
+        tools: ResponseTools,
         key: str,
         stores: bool,
         on_end: Callable[[Response], None],
     ) -> None:
         """Begin a response to `request`, which `chat` runs.
 
+        tools: those of the request.
         key: the part that all ids of the response share (resp_KEY, msg_KEY0, ...).
         stores: whether the server stores responses.
         on_end: called with the response when it has ended, completed or failed.
         """
         super().__init__(chat, stream=bool(request.stream))
-        self.response = _new_response(chat, request, key, stores=stores)
+        self.response = _new_response(chat, request, tools, key, stores=stores)
+        self._tools = tools
         self._key = key
         self._on_end = on_end
         self._logprob_format = None  # without logprobs
@@ -225,7 +241,7 @@ class ResponseWriter(EventWriter):
         elif part.kind == "reasoning":
             item = OutputReasoning(id=f"rs_{self._key}{number}")
         else:
-            item = OutputCall(id=f"fc_{self._key}{number}", call_id=part.id, name=part.text)
+            item = self._output_call(part, number)
         self.response.output.append(item)
         self._emit_event("response.output_item.added", output_index=number, item=item)
         if isinstance(item, OutputMessage):
@@ -235,6 +251,16 @@ class ResponseWriter(EventWriter):
         else:
             return
         self._emit_item_event("response.content_part.added", content_index=0, part=item.content[0])
+
+    def _output_call(self, part: Part, number: int) -> OutputCall | OutputCustomCall:
+        tool = self._tools.called(part.text)
+        kind = OutputCustomCall if tool.is_custom else OutputCall
+        return kind(
+            id=f"{'ctc' if tool.is_custom else 'fc'}_{self._key}{number}",
+            call_id=part.id,
+            name=tool.name,
+            namespace=tool.namespace,
+        )
 
     def on_block_text(self, text: str) -> None:
         if self.open_kind == "content":
@@ -249,14 +275,19 @@ class ResponseWriter(EventWriter):
             )
         elif self.open_kind == "reasoning":
             self._emit_item_event("response.reasoning_text.delta", content_index=0, delta=text)
-        else:
+        elif isinstance(self.response.output[-1], OutputCall):
             self._emit_item_event("response.function_call_arguments.delta", delta=text)
+        # The input of a custom call is inside the arguments, which must be complete to read it.
 
     def on_block_closed(self, text: str, *, complete: bool) -> None:
         item = self.response.output[-1]
         if isinstance(item, OutputCall):
             item.arguments = text
             self._emit_item_event("response.function_call_arguments.done", arguments=text)
+        elif isinstance(item, OutputCustomCall):
+            item.input = input_of(text)
+            self._emit_item_event("response.custom_tool_call_input.delta", delta=item.input)
+            self._emit_item_event("response.custom_tool_call_input.done", input=item.input)
         else:
             (part,) = item.content
             part.text = text
@@ -305,6 +336,11 @@ class ResponseWriter(EventWriter):
         self._emit_event("response.in_progress", response=self.response)
         return self.emitted()
 
+    def ping(self) -> bytes:
+        """Return an event, because Codex counts events only and gives up a stream of comments."""
+        self._emit_event("response.in_progress", response=self.response)
+        return self.emitted()
+
     def closing(self) -> bytes:
         self.finish()
         if self.response.status == "completed":
@@ -341,7 +377,7 @@ class ResponseWriter(EventWriter):
 
 
 def _new_response(
-    chat: Conversation, request: ResponsesRequest, key: str, *, stores: bool
+    chat: Conversation, request: ResponsesRequest, tools: ResponseTools, key: str, *, stores: bool
 ) -> Response:
     """Return a response that has just begun."""
     text = request.text or TextConfig()
@@ -349,7 +385,7 @@ def _new_response(
         id=f"resp_{key}",
         created_at=chat.running.head.created,
         model=chat.running.head.model,
-        tools=request.function_tools(),
+        tools=tools.given,
         tool_choice=request.tool_choice or "auto",
         parallel_tool_calls=request.parallel_tool_calls is not False,
         text=TextConfig(format=text.format or TextFormat(type="text"), verbosity=text.verbosity),

@@ -8,14 +8,22 @@ from moeserve.errors import InvalidRequest
 from moeserve.sampling import NumLogprobs
 from moeserve.server.chat_request import (
     ChatRequest,
-    Function,
     FunctionName,
     Message,
     PositiveCount,
     ReasoningEffort,
 )
+from moeserve.server.dialects.responses_tools import (
+    MAX_TOOLS,
+    ResponseTools,
+    chat_choice,
+    input_arguments,
+    shown_name,
+    unenforced,
+)
 from moeserve.server.requests import (
     NO_EFFECT_ANYWHERE,
+    HiddenImage,
     Kinds,
     NoEffect,
     OpenName,
@@ -23,7 +31,7 @@ from moeserve.server.requests import (
     Refusals,
     Sampling,
     TextItem,
-    convert_at,
+    hidden_images,
     text_at,
     typed_at,
 )
@@ -31,6 +39,7 @@ from moeserve.server.structured import JsonSchema, ResponseFormat
 
 MAX_ITEMS = 10_000
 _LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")  # values of `include` that are known here
 
 
 class _Message(Struct, kw_only=True):
@@ -42,11 +51,23 @@ class _FunctionCall(Struct, kw_only=True):
     call_id: OpenName
     name: FunctionName
     arguments: str
+    namespace: FunctionName | None = None
 
 
-class _FunctionCallOutput(Struct, kw_only=True):
+class _CustomCall(Struct, kw_only=True):
+    call_id: OpenName
+    name: FunctionName
+    input: str
+    namespace: FunctionName | None = None
+
+
+class _CallOutput(Struct, kw_only=True):
     call_id: OpenName
     output: str | list[dict[str, Any]]
+
+
+class _HostedCall(Struct):
+    """A call that another server has made and answered. The model does not see it."""
 
 
 class _Reasoning(Struct, kw_only=True):
@@ -57,18 +78,21 @@ class _Reasoning(Struct, kw_only=True):
 _ITEMS: Kinds = {
     "message": _Message,
     "function_call": _FunctionCall,
-    "function_call_output": _FunctionCallOutput,
+    "function_call_output": _CallOutput,
+    "custom_tool_call": _CustomCall,
+    "custom_tool_call_output": _CallOutput,
     "reasoning": _Reasoning,
 }
+_HOSTED_CALLS = (
+    "code_interpreter_call", "file_search_call", "image_generation_call", "mcp_list_tools",
+    "tool_search_call", "tool_search_output", "web_search_call",
+)  # fmt: skip
+_ITEMS |= dict.fromkeys(_HOSTED_CALLS, _HostedCall)
 _TEXTS: Kinds = {"input_text": TextItem, "output_text": TextItem, "text": TextItem}
+_IMAGE = "input_image"
+_RESULTS: Kinds = _TEXTS | {_IMAGE: HiddenImage}
 _OWN_TEXTS: Kinds = _TEXTS | {"refusal": RefusalItem}  # of an assistant
 _REASONING: Kinds = {"reasoning_text": TextItem, "summary_text": TextItem}
-
-
-class FunctionTool(Function, kw_only=True, omit_defaults=False):
-    """A function that the model may ask the client to call."""
-
-    type: Literal["function"] = "function"
 
 
 class TextFormat(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -93,7 +117,8 @@ class ReasoningConfig(Struct, kw_only=True):
     """`reasoning` of a request."""
 
     effort: ReasoningEffort | None = None  # a variable of the template
-    summary: Literal["auto"] | None = None  # summaries are not supported
+    # Without effect: the answer has the reasoning itself.
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
 
 
 _ELSEWHERE = "this is supported on other routes only; here an answer is one response"
@@ -131,7 +156,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)]
     instructions: str | None = None
     previous_response_id: OpenName | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -139,20 +164,26 @@ class ResponsesRequest(Sampling, kw_only=True):
     max_output_tokens: PositiveCount | None = None
     max_tool_calls: PositiveCount | None = None  # of tools that the server runs; there are none
     top_logprobs: NumLogprobs | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        None
-    )
+    include: Annotated[list[OpenName], Meta(max_length=64)] | None = None
     context_management: list[dict[str, Any]] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     prompt_cache_key: OpenName | None = None
     safety_identifier: OpenName | None = None
+    client_metadata: dict[str, Any] | None = None  # Codex's, for its own server
 
     def ignored(self) -> list[str]:
         """Return the names of this request's fields that are accepted but have no effect."""
         names = super().ignored()
         if self.text is not None and self.text.verbosity is not None:
             names.append("text.verbosity")
+        names += unenforced(self.tools or ())
+        for i, value in enumerate(self.include or ()):
+            if value not in _INCLUDED:
+                names.append(f"include[{i}]")
         for i, item in enumerate(self.items()):
+            if item.get("type") in _HOSTED_CALLS:
+                names.append(f"input[{i}]")
+            names += hidden_images(item.get("output"), _IMAGE, f"input[{i}].output")
             if item.get("encrypted_content") and not (item.get("content") or item.get("summary")):
                 names.append(f"input[{i}].encrypted_content")
         return names
@@ -168,14 +199,11 @@ class ResponsesRequest(Sampling, kw_only=True):
         """Whether the answer lists its tokens."""
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
-    def function_tools(self) -> list[FunctionTool]:
-        """Return the checked tools. Raises InvalidRequest that names a tool that is no function."""
-        kinds: Kinds = {"function": FunctionTool}
-        return [typed_at(tool, kinds, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
-
-    def chat(self, history: list[dict[str, Any]]) -> ChatRequest:
+    def chat(self, history: list[dict[str, Any]], tools: ResponseTools) -> ChatRequest:
         """Convert the request to a chat that continues the items of `history`. Raises
         InvalidRequest.
+
+        tools: those of the request.
         """
         messages = chat_messages([*history, *self.items()])
         if self.instructions is not None:
@@ -192,8 +220,8 @@ class ResponsesRequest(Sampling, kw_only=True):
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs if self.logprobs else None,
             max_completion_tokens=self.max_output_tokens,
-            tools=[_chat_tool(tool) for tool in self.function_tools()],
-            tool_choice=_chat_choice(self.tool_choice),
+            tools=tools.functions,
+            tool_choice=chat_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )
@@ -225,16 +253,20 @@ def chat_messages(items: list[dict[str, Any]]) -> list[Message]:
                 field = "content" if content else "summary"
                 if text := text_at(content or summary, _REASONING, f"{where}.{field}"):
                     messages.append(Message(role="assistant", reasoning_content=text))
-            case _FunctionCall() as made:
+            case _FunctionCall() | _CustomCall() as made:
                 if last is None:
                     messages.append(last := Message(role="assistant"))
-                called = {"name": made.name, "arguments": made.arguments}
+                if isinstance(made, _CustomCall):
+                    arguments = input_arguments(made.input)
+                else:
+                    arguments = made.arguments
+                called = {"name": shown_name(made.name, made.namespace), "arguments": arguments}
                 last.tool_calls = [
                     *(last.tool_calls or ()),
                     {"id": made.call_id, "function": called},
                 ]
-            case _FunctionCallOutput(call_id=call_id, output=output):
-                text = text_at(output, _TEXTS, f"{where}.output")
+            case _CallOutput(call_id=call_id, output=output):
+                text = text_at(output, _RESULTS, f"{where}.output")
                 messages.append(Message(role="tool", content=text, tool_call_id=call_id))
     return messages
 
@@ -249,37 +281,3 @@ def _response_format(text: TextConfig | None) -> ResponseFormat | None:
         missing = "text.format.name" if given.name is None else "text.format.schema"
         raise InvalidRequest(f"{missing} is required", param=missing)
     return ResponseFormat("json_schema", JsonSchema(given.name, given.schema))
-
-
-def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
-    given = {
-        name: value for name in tool.__struct_fields__ if (value := getattr(tool, name)) is not None
-    }
-    return {"type": given.pop("type"), "function": given}
-
-
-class _NamedFunction(Struct):
-    name: FunctionName
-
-
-class _AllowedTools(Struct):
-    mode: str
-    tools: list[dict[str, Any]]
-
-
-def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Convert a choice to the shape of chats, in which functions are nested a level deeper."""
-    if not isinstance(choice, dict):
-        return choice
-    kinds: Kinds = {"function": _NamedFunction, "allowed_tools": _AllowedTools}
-    match typed_at(choice, kinds, "tool_choice"):
-        case _AllowedTools(mode=mode, tools=tools):
-            names = [
-                convert_at(tool, _NamedFunction, f"tool_choice.tools[{i}]").name
-                for i, tool in enumerate(tools)
-            ]
-            functions = [{"type": "function", "function": {"name": name}} for name in names]
-            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
-        case _NamedFunction(name=name):
-            return {"type": "function", "function": {"name": name}}
-    return None
