@@ -60,6 +60,7 @@ class Mesh:
     ) -> None:
         self.members = members
         self.missing_ranks: tuple[int, ...] = ()  # as found when a wait failed
+        self._cause = "this rank left the group"  # unless ranks were found missing before
         self.num_channels = num_channels
         all_terms = [terms, members.terms, "encrypted" if sealed else ""]
         self._terms = ", ".join(term for term in all_terms if term)
@@ -160,18 +161,19 @@ class Mesh:
         """Close all connections, and wait until that is complete."""
         self.close()
 
-    def lost_error(
-        self, reason: str = "this rank left the group", missing_ranks: tuple[int, ...] = ()
-    ) -> PeerLost:
+    def lost_error(self, reason: str = "", missing_ranks: tuple[int, ...] = ()) -> PeerLost:
         """Return the error for a call that cannot succeed any more.
 
-        missing_ranks: ranks that were found missing. The first ones are kept, and all later errors
-            report them.
+        reason: "" for a call that another error has ended.
+        missing_ranks: ranks that were found missing. The first ones are kept with their reason, and
+            all later errors report them.
         """
         if missing_ranks and not self.missing_ranks and not self.closed:
             self.missing_ranks = missing_ranks
+            self._cause = reason
         return PeerLost(
-            f"epoch {self.members.epoch}, rank {self.members.rank}: {reason}", self.missing_ranks
+            f"epoch {self.members.epoch}, rank {self.members.rank}: {reason or self._cause}",
+            self.missing_ranks,
         )
 
     def _check_terms(self, store: MembersStore) -> None:
