@@ -123,7 +123,7 @@ def line(
 
 
 def agreement(behind: str) -> tuple[float, float, float]:
-    """Return the share of right drafts after a word: the lower bound, with equal noise, and with
+    """Return the share of right drafts after a word: the lower bound, with common noise, and with
     rejection sampling.
     """
     p, q = (softmax(model[behind]) for model in (TARGET, DRAFTER))
@@ -148,7 +148,7 @@ def main() -> None:
     print(f"\nWith drafts: {' '.join(words)}\nOne by one:  {' '.join(one_by_one(5))}")
     assert words == one_by_one(5)
     print(
-        "\n| after | at least (1 - TV) / (1 + TV) | equal noise | rejection sampling, 1 - TV |\n"
+        "\n| after | at least (1 - TV) / (1 + TV) | common noise | rejection sampling, 1 - TV |\n"
         "|---|---|---|---|"
     )
     for behind in WORDS:

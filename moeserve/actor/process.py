@@ -23,7 +23,7 @@ from moeserve.errors import ConfigError
 
 TAIL_LINES = 20
 MAX_LINE_BYTES = 4096
-PIPE_BYTES = 65536  # capacity of any pipe
+PIPE_BYTES = 65536  # default capacity of a pipe on Linux
 # Time for the last log lines after the exit. It is limited, because a grandchild may hold the pipe
 # open forever.
 LOG_GRACE_S = 0.5
@@ -182,12 +182,14 @@ class Child(Process):
         forward: Callable[[str], None] = to_stderr,
         pass_fds: Sequence[int] = (),
     ) -> "Child":
-        """Start `command`, and send it `document` over stdin, which nobody else can read.
+        """Start `command`, and send it its start document (`document`) over stdin.
+
+        Nobody else can read its stdin.
 
         The child must first call `guard.adopt()`. The lines of its stdout and stderr are passed to
         `forward` with control characters escaped. The last lines are kept as its log tail.
 
-        document: JSON; None: send nothing.
+        document: the start document, as JSON; None: send nothing.
         pass_fds: descriptors that the child inherits.
 
         Raises ConfigError.
@@ -271,7 +273,8 @@ class Child(Process):
             finally:
                 transport.close()
         finally:
-            process.stdin.close()  # the lifeline, so that a child without a watcher ends, too
+            # A child ends when its stdin closes (guard.py), so one without a watcher ends, too.
+            process.stdin.close()
         return Death(
             name=self.name,
             pid=self.pid,
@@ -288,6 +291,7 @@ def _hand_over(process: subprocess.Popen[bytes] | Forked, document: bytes, name:
     # The pipe must hold the whole line, because the write must not block the loop.
     if len(line) > PIPE_BYTES:
         what = f"cannot hand {name} a start document of {len(line)} bytes through a pipe"
+        # AttributeError: F_SETPIPE_SZ exists only on Linux.
         with ConfigError.instead_of((AttributeError, OSError), what):
             resize = fcntl.F_SETPIPE_SZ  # type: ignore[attr-defined,unused-ignore]  # Linux
             fcntl.fcntl(process.stdin, resize, len(line))

@@ -97,6 +97,7 @@ def all_settings() -> tuple[Setting, ...]:
                     kind=hints[name],
                     help=field.metadata["help"],
                     flag=flag,
+                    # MODEL has no flag, because it is positional.
                     env=PREFIX + name.upper() if flag or name == "model" else None,
                     field=field,
                 )
@@ -342,6 +343,7 @@ def convert(kind: Any, value: Any) -> Any:
         if has_empty_text or (form is float and not math.isfinite(converted)):
             raise ValueError
     except (ValueError, KeyError):  # msgspec.ValidationError is a ValueError
+        # Without an entry, the type is a Literal.
         expected = _EXPECTED_VALUES.get(form) or f"one of {', '.join(map(str, get_args(inner)))}"
         if form is Literal and isinstance(value, bool):
             expected += " (in quotes, as YAML reads it otherwise)"
@@ -364,7 +366,8 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-_TEXT_PARSERS: dict[Any, Callable[[str], Any]] = {  # parsers of types that text is converted to
+# How text is parsed for each type. For other types, it is left as text.
+_TEXT_PARSERS: dict[Any, Callable[[str], Any]] = {
     bool: lambda text: _BOOLS[text.lower()],
     float: float,
     tuple: lambda text: text.split(","),

@@ -1,6 +1,7 @@
 """The agent of a machine other than machine 0 (`moeserve serve --node-rank i`). It serves no HTTP.
 
-The agent joins at the rendezvous, starts engines when machine 0 orders it, and reports their ends.
+The front end runs on machine 0. The agent joins at the rendezvous, starts engines when machine 0
+orders it, and reports their ends.
 Engines end with the agent, and the agent ends with machine 0. With --standby it keeps the engines
 for KEEP_S, so that the next machine 0 can take them over.
 
@@ -228,9 +229,11 @@ class NodeAgent(Actor[ToNode | PeerGone]):
     """Starts, ends and watches engines, as machine 0 orders.
 
     `run` returns when machine 0 stops. It raises EngineDied if machine 0 fails, FrontEndLost if
-    machine 0 is lost. The engines end with the agent. With --standby (`orphans` is not None),
-    engines outlive an agent that has lost machine 0: they are added to `orphans`, where the next
-    agent finds them.
+    machine 0 is lost. The engines end with the agent.
+
+    With --standby (`orphans` is not None), engines outlive an agent that has lost machine 0: they
+    are added to `orphans`, where the next agent finds them. With --standby, machine 0 runs an agent
+    too (`node_rank` 0); it gets its orders from the front end.
     """
 
     def __init__(
@@ -241,9 +244,10 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         orphans: Orphans | None = None,
         connect_s: float = JOIN_S,
     ) -> None:
-        super().__init__("machine 0")
+        super().__init__("machine 0")  # the inbox's name in errors: its messages come from there
         self.num_heartbeats = 0  # that machine 0 has sent
-        self.snapshot: FleetSnapshot | None = None  # the last one that the root process received
+        # The last one received; the next front end continues from it.
+        self.snapshot: FleetSnapshot | None = None
         self._config = config
         self._host = host
         self._orphans = orphans
@@ -359,7 +363,9 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         self._send(Ended(id, _killed(name, reason)))
 
     async def _take_orphan_or_start(self, msg: Start, order: EngineOrder) -> Child:
-        """Give the order to the orphan of that name, or start a new engine if it does not fit."""
+        """Give the order to the orphan of that name, or start a new engine if there is none or its
+        settings differ.
+        """
         encoded = msgspec.json.encode(order)
         forward_line = self._line_forwarder(msg.id)
         orphan = None if self._orphans is None else self._orphans.pop(msg.name, None)

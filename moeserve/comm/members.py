@@ -20,12 +20,13 @@ class Members:
     # The private folder (mode 0700) of this epoch, for Unix sockets and files. All ranks of a
     # machine have the same one.
     directory: str
-    # Where rank 0 opens the store: host:port, or the path of a Unix socket on a single machine.
+    # Where rank 0 opens the store in which ranks exchange addresses: host:port, or the path of a
+    # Unix socket on a single machine.
     store: str
     token: str  # a secret that the members share
     deadline_s: float = 60.0  # a member that does not answer for so long counts as missing
     vote: str = ""  # host:port at which rank 0 listens for the step vote; "" on a single machine
-    terms: str = ""  # settings that must be the same on all ranks of a mesh
+    terms: str = ""  # settings that must be the same on all ranks of the group
 
     @classmethod
     def of(cls, join: Join, tp_rank: int) -> "Members":

@@ -4,7 +4,7 @@ The engines of a group vote before each step (engine/vote.py). If the group brea
 leaves it and waits for the next Join, the message with the members of the next group (messages.py):
 
     waiting for a Join --form--> joined
-    joined --PeerLost, or a PAUSE for a newer Join--> waiting for a Join
+    joined --PeerLost, or a vote to PAUSE because of a newer Join--> waiting for a Join
 
 Requests, their progress and their KV cache survive a broken group. The engine keeps the plans of
 failed steps, and runs them again in the same order, before any new plan. That is safe because they
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 RESPONSIVE_AFTER_S = 0.1  # if a wait for the group lasts longer, messages are handled during it
 DRAIN_GRACE_S = 0.5  # time after the deadline of a drain in which the other engines may finish
 PAUSE_TIMEOUT_S = 2.0  # time for the other engines to pause, after a newer Join has arrived
-PLACEMENT_POLL_INTERVAL_S = 0.01  # between two looks of a sleeping engine at a placement
+PLACEMENT_POLL_INTERVAL_S = 0.01  # how often a sleeping engine checks the pending placement
 _OTHERS_TOO_SLOW = "the other engines did not pause or stop in time"
 
 T = TypeVar("T")
@@ -81,14 +81,18 @@ class GroupCore(EngineCore):
         # Plans of failed steps. They run again before any new plan.
         self._plans_to_repeat: deque[StepPlan] = deque()
         self._num_votes = 0  # votes in this epoch
-        # (pause, drained, prepared) of the last vote, if its outcome was PARK (the group sleeps).
+        # (pause, drained, prepared) of the last vote, if its outcome was PARK (the group sleeps). A
+        # vote equal to it is not sent again, unless another engine wakes this one.
         self._parked_state: tuple[bool, bool, int] | None = None
-        self._active_progress = 0  # progress of the placement that the last decision activated
+        # The progress that the last decision activated. It counts layers of placements that are
+        # active on all ranks (runner/experts.py).
+        self._active_progress = 0
         self._placement_pending = False
         self._pause_deadline_s = math.inf
         self._watcher: asyncio.Task[None]  # runs `_watch` while the engine is in a group
         self._own_task: asyncio.Task[Any] | None = None  # the task that runs this actor
         self._task_error: Exception | None = None  # the error of a background task
+        # `groups` are layers with the same KV rule, not engines.
         self._empty_plan = _empty_plan(len(scheduler.groups))
         self._has_states = any(group.has_states for group in scheduler.groups)
 
@@ -104,8 +108,9 @@ class GroupCore(EngineCore):
 
     @property
     def _may_start(self) -> bool:
-        """Whether to vote now. With drafts, the next plan needs the result of the step in flight,
-        so the vote waits for that result.
+        """Whether another step may start while those in flight run, so that the engine votes on it
+        now. With drafts, the next plan needs the result of the step in flight, so the vote waits
+        for that result.
         """
         return len(self._in_flight) < (1 if self.scheduler.awaits_result else self._depth)
 
@@ -273,7 +278,10 @@ class GroupCore(EngineCore):
         `_in_flight`, so that it is not lost if the group breaks.
         """
         is_only_step = len(self._in_flight) == 1
-        if is_only_step:  # see EngineCore.turn for the reason of both sleeps
+        # Sleep once per step, so that the connections send and receive even if the result is ready
+        # already. If no other step is in flight, sleep before the outputs of this step are emitted:
+        # the next step then starts before the connections send these outputs.
+        if is_only_step:
             await asyncio.sleep(0)
         result = await self._await_responsively(self._in_flight[0].handle.result())
         self._update_from_output(self._in_flight.popleft(), result)
@@ -361,6 +369,8 @@ class GroupCore(EngineCore):
                 assert not failed, f"step {step.plan.step} had a result, but one before it failed"
                 self._update_from_output(step, result)
         if self._group_runner.overtaken:
+            # A later step had begun before this one failed, and may have overwritten its blocks. So
+            # no plan can run again, and all running requests are computed again.
             self._plans_to_repeat.clear()
             self.scheduler.start_over()
         else:

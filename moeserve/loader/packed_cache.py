@@ -1,4 +1,5 @@
-"""The disk cache of packed weights. A later start maps a file instead of reading and packing again.
+"""The disk cache of packed weights, i.e. weights in the layout that the native kernels read. A
+later start maps a file instead of reading and packing again.
 
 A file has the packed weights of one rank. Its name is a key derived from everything that decides
 its bytes (`key_of`). It is a safetensors file with:
@@ -144,8 +145,10 @@ class PackedCache:
         self._num_bytes_on_disk = num_bytes_on_disk
         self._allocate_memory = allocate
         self.tensors: dict[str, Tensor] = {}
-        self._written_checksums: dict[str, int] = {}  # of the experts that a new `file` has
-        self.file: BinaryIO | None = None  # open with `expert_memory` only
+        # Checksums of the experts already written to the new file.
+        self._written_checksums: dict[str, int] = {}
+        # The file, open while it is written, and with `expert_memory`.
+        self.file: BinaryIO | None = None
         self._mapped_at = 0  # address of the mapping
         self._staging: Tensor | None = None  # one layer's experts before they are written
         experts_on_disk = num_bytes_on_disk > 0
@@ -159,6 +162,7 @@ class PackedCache:
                     self.file = os.fdopen(os.dup(file.fileno()), "rb") if experts_on_disk else None
                 os.utime(self.path)
         except (OSError, CheckpointError) as error:
+            # Without the remedy after the semicolon, which is for checkpoints.
             reason = str(error).partition(";")[0]
             log.warning(
                 "packed weights in %s cannot be used and will be replaced: %s", self.path, reason
@@ -225,10 +229,10 @@ class PackedCache:
         the next start finds the file invalid.
 
         make_throttle: if given, write in a background thread, which is returned, while the model
-            serves. The thread calls `make_throttle`, and calls the function that it returns with
-            the number of bytes of each write. If the process ends before the thread, there is no
-            file. With `expert_memory`, the file is always written at once: little is left to
-            write, and the experts written so far would be lost otherwise.
+            serves. The thread calls `make_throttle` once, and the function that this returns after
+            each write, with the number of bytes, to slow the writing down. If the process ends
+            before the thread, there is no file. With `expert_memory`, the file is always written at
+            once: little is left to write, and the experts written so far would be lost otherwise.
         """
         tensors = self.tensors
         self.tensors = {}
@@ -393,7 +397,7 @@ def _contents(
     report_progress: Callable[[], None],
     written_checksums: dict[str, int],
 ) -> list[Tensor]:
-    """Return the bytes of a new file, header first, checksums computed.
+    """Return the parts of a new file in order, header first. The checksums are computed here.
 
     written_checksums: checksums of the tensors that are in the file already, and on "meta" here.
     """

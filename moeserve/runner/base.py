@@ -89,6 +89,9 @@ class ModelRunnerBase(StepExecutor, ABC):
     `prepare` is called once, then `launch` for each plan. A rank of a tensor-parallel engine is
     prepared in three calls instead, because its limits depend on the other ranks: `load`, `resolve`
     and `allocate` (runner/group.py).
+
+    grouped: whether the rank computes in a group: with the other ranks of its engine, or with other
+        engines, which may also join later.
     """
 
     device: torch.device
@@ -152,7 +155,9 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @abstractmethod
     def _cache_device_properties(self) -> None:
-        """Set `device`, `properties`, `upload`."""
+        """Set `device`, `properties`, `upload`, and what else the device needs before the model is
+        loaded.
+        """
 
     def load_model(self, progress: Progress) -> None:
         """Set `model`, `fingerprint`, `mapped_bytes`, `expert_cache` and `read_expert`."""
@@ -324,6 +329,7 @@ class ModelRunnerBase(StepExecutor, ABC):
             block_bytes(self.groups, self.spec, self.kv_dtype, self.world.tp_size, pool=pool)
             for pool in (0, 1)
         )
+        # Whether to use all the memory that is left, or only what requests are likely to use.
         fill = self.properties.exclusive
         states = state_memory(self.config, bytes_per_state, budget, fill=fill)
         limits, notes = limits_of.resolve(
@@ -380,7 +386,10 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that this rank sends to experts in one step."""
+        """The most tokens that this rank sends to experts in one step.
+
+        The ranks of an engine divide the tokens of a step among themselves (moe/layer.py).
+        """
         return -(-limits_of.step_tokens(self.config) // self.world.tp_size)
 
     @property
@@ -411,6 +420,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         """
         sizes: Sequence[int] = ()
         if isinstance(self.graphs, GroupGraphs):
+            # The sizes of the mode with the most sizes; other modes have the first ones of these.
             sizes = max(self.graphs.sizes.values(), key=len)
         terms = (
             f"{len(sizes)} sizes of recorded steps (none without Triton) up to "
@@ -452,6 +462,7 @@ class ModelRunnerBase(StepExecutor, ABC):
             vocab_size, self.tables, self.upload, kernels, is_async=is_async
         )
         self.sampler.factories = self.processors
+        # The engine uses the results of rank 0 alone, so other ranks need no digests.
         self.sampler.digests = self.world.tp_rank == 0
         self.constraints = Constraints(self.model_dir, vocab_size, self.spec.eos_token_ids)
         self.sampling = SampleTask(

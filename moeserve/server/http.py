@@ -91,7 +91,7 @@ class Connection(RequestHandler):
         super().__init__(server, loop=loop, **options)
         self._server = server
         self._num_answered = 0  # requests
-        self._is_answering = False  # the head of a non-streamed answer may have been sent
+        self._is_answering = False  # in finish_response, so the head may have been sent
         self._last_message: tuple[Any, Any] | None = None  # head and body of the last request
 
     @property
@@ -146,7 +146,8 @@ class Connection(RequestHandler):
         return True
 
     def _awaits_answer(self) -> bool:
-        """Return whether complete requests arrived, by HTTP/1.1 and without TLS.
+        """Return whether the client may still wait for an answer: complete requests arrived, by
+        HTTP/1.1 and without TLS.
 
         asyncio closes TLS in both directions at once.
         """
@@ -170,8 +171,8 @@ class Connection(RequestHandler):
         """Abort the connection if the client has disconnected; otherwise probe again after a pause.
 
         A disconnected client answers any bytes with a reset. Before an answer begins, an interim
-        response (100 Continue) is sent as a probe, which other clients ignore. Nothing reads the
-        socket any more, so the event loop does not notice the reset.
+        response (100 Continue) is sent as a probe, which a client that still waits ignores. Nothing
+        reads the socket any more, so the event loop does not notice the reset.
         """
         if self.transport is None:
             return
@@ -364,7 +365,7 @@ class SseStream:
         self.sending = False
 
     async def ping(self) -> None:
-        """Send a sign of life, unless the stream is about to send or to end."""
+        """Send a sign of life, unless the stream is sending already or has ended."""
         if not self.sending and not self.ended:
             with suppress(ConnectionError):  # the reader has left, which ends the handler
                 await self.send(self.make_ping())
@@ -373,7 +374,7 @@ class SseStream:
         """End the body and return the response, as aiohttp's handlers do."""
         self.ended = True
         self.sent_at_s = self._loop.time()
-        self.sending = True
+        self.sending = True  # stays True, so that StreamWatch drops a client that reads no end
         await self._response.write_eof()
         return self._response
 

@@ -122,7 +122,9 @@ class Tokenizer:
             ) from error
 
     def encode_prompt(self, rendered: str) -> list[int]:
-        """Return the ids of a rendered chat. Control tokens typed by a user become plain text."""
+        """Return the ids of a rendered chat. Control tokens typed by a user become plain text (see
+        ControlTokens).
+        """
         if MARK in rendered:
             return self.control.encode(rendered)
         return self.encode(rendered, special=False)
@@ -223,7 +225,10 @@ class ControlTokens:
         self._special_pattern = _alternatives(special)
 
     def shield(self, text: str, *, only_special: bool = False) -> str:
-        """Return a text with marks in its control tokens. only_special: not in tags (`<think>`)."""
+        """Return a text with marks in its control tokens.
+
+        only_special: leave tags (`<think>`) as they are.
+        """
         pattern = self._special_pattern if only_special else self._any_pattern
         return pattern.sub(lambda match: match[0][:1] + MARK + match[0][1:], unshield(text))
 

@@ -54,7 +54,7 @@ def test_serve_block_has_flags_that_exist(capsys):
     flags = {
         word
         for code in SHELL
-        if code.startswith("moeserve serve")
+        if "moeserve serve" in code
         for word in code.split()
         if word[:2] == "--"
     }

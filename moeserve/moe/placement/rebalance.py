@@ -28,7 +28,7 @@ class MoveThresholds:
     horizon_s: float = 600.0  # how long the load is assumed to stay the same
     interval_s: float = 30.0  # least time between decisions
     expert_share: float = 0.5  # the part of a step in which all ranks wait for the fullest one
-    slowdown: float = 0.2  # the part of a step's time by which moving experts prolongs it
+    slowdown: float = 0.2  # how much longer steps take while experts move, as a fraction
     margin: float = 2.0  # least ratio of gain to cost
     min_saving: float = 0.05  # the part of the experts' time below which a gain is noise
     min_tokens: float = 100.0  # least count per expert and layer before any decision
@@ -114,6 +114,7 @@ class Rebalancer:
         self.pending = None
         self._not_before_s = now_s + self._thresholds.interval_s
         if notice.error:
+            # Layers that were active before the error stay active.
             self.current = self.current.with_layers(pending, notice.layers, pending.version)
             kept = f"after {notice.layers} of {pending.num_layers} layers"
             self.why = f"placement {pending.version} was aborted {kept}: {notice.error}"
@@ -171,7 +172,7 @@ class Rebalancer:
 
     def _why_too_early(self, now_s: float) -> str:
         if now_s < self._not_before_s:
-            return self.why
+            return self.why  # still the reason of the last decision
         counted = self.load_LE.mean(1).min()
         if counted < self._thresholds.min_tokens:
             return (
