@@ -51,6 +51,16 @@ class _ProcessEnd:
     # Set when PeerGone, the last message of its wire, was handled.
     wire_end_handled: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def record_stop(self, cause: str) -> None:
+        """Note that the process has said why it stops."""
+        self.stop_cause = cause
+
+    def record_wire_lost(self, handshake_error: str) -> None:
+        """Note that the wire is lost now. handshake_error: "" if it was connected."""
+        self.handshake_error = handshake_error
+        self.wire_lost_at_s = time.monotonic()
+        self.wire_end_handled.set()
+
 
 class EngineSupervisor(Supervisor):
     """Keeps the process of one engine running, and passes messages between it and the fleet.
@@ -296,7 +306,7 @@ class EngineSupervisor(Supervisor):
                 self.progress_monitor = ProgressMonitor(time.monotonic(), msg.step_s)
                 self.note_ready()
             case m.Stopped(cause):
-                self._process_end.stop_cause = cause
+                self._process_end.record_stop(cause)
         self._report(msg)
         if isinstance(msg, EngineGone):
             self._end_reported.set()
@@ -307,9 +317,7 @@ class EngineSupervisor(Supervisor):
         The process should end by itself within EXIT_GRACE_S.
         """
         was_connected = self._wire is not None and self._wire.greeted
-        self._process_end.handshake_error = "" if was_connected else cause
-        self._process_end.wire_lost_at_s = time.monotonic()
-        self._process_end.wire_end_handled.set()
+        self._process_end.record_wire_lost(handshake_error="" if was_connected else cause)
 
     def _ping_or_kill(self) -> None:
         """Ping the process, and kill it if it hangs."""
