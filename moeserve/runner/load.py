@@ -109,7 +109,10 @@ def load_model(
     Raises ConfigError (CheckpointError, DoesNotFit).
     """
     setup = _set_up_loading(spec, model_dir, device, dtype, config, quantize_to, shard, memory)
-    checkpoint, described, plan, ops = setup[:4]
+    checkpoint = setup.checkpoint
+    described = setup.described
+    plan = setup.plan
+    ops = setup.ops
     is_dummy = config.model.load_format == "dummy"
     expert_memory = config.model.expert_memory
 

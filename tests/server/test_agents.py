@@ -491,13 +491,17 @@ async def test_codex_sends_metadata_that_is_known(live):
     assert "Warning" not in response.headers
 
 
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+PICTURES = {
+    CHAT: {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+    MESSAGES: {"type": "image", "source": {"type": "base64"}},
+    RESPONSES: {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+}
 TEXT = {"type": "text", "text": "sun"}
 PICTURE_RESULTS = {
     CHAT: (
         [
             assistant(content=None, tool_calls=[CHAT_CALL]),
-            {"role": "tool", "tool_call_id": "c1", "content": [TEXT, PICTURE]},
+            {"role": "tool", "tool_call_id": "c1", "content": [TEXT, PICTURES[CHAT]]},
         ],
         "messages[2].content[1]",
     ),
@@ -510,7 +514,7 @@ PICTURE_RESULTS = {
                     {
                         "type": "tool_result",
                         "tool_use_id": "c1",
-                        "content": [TEXT, {"type": "image", "source": {"type": "base64"}}],
+                        "content": [TEXT, PICTURES[MESSAGES]],
                     }
                 ],
             },
@@ -525,7 +529,7 @@ PICTURE_RESULTS = {
                 "call_id": "c1",
                 "output": [
                     {"type": "input_text", "text": "sun"},
-                    {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+                    PICTURES[RESPONSES],
                 ],
             },
         ],
@@ -545,12 +549,6 @@ async def test_a_picture_in_a_tools_result_does_not_end_the_session(route):
         assert "sun\n[image: not shown" in live.engine.prompt
         assert place in response.headers["Warning"]
         # One that the user sends is refused, because the answer would be about it.
-        user = (
-            [PICTURE if route == CHAT else turns[1]["content"][0]["content"][1]]
-            if (route != RESPONSES)
-            else [turns[1]["output"][1]]
-        )
-        status, _, _ = await live.post(
-            route, BODIES[route] | {field: [{"role": "user", "content": user}]}
-        )
+        turn = {"role": "user", "content": [PICTURES[route]]}
+        status, _, _ = await live.post(route, BODIES[route] | {field: [turn]})
         assert status == 400

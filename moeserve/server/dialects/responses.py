@@ -178,21 +178,25 @@ def _resolve_references(call: HttpCall, request: ResponsesRequest) -> None:
     """
     if isinstance(request.input, str):
         return
+    outputs: dict[str, Items] = {}  # by response, so that each is decoded once
     for i, item in enumerate(request.input):
         if item.get("type") == "item_reference":
-            request.input[i] = _output_item(call, str(item.get("id")), f"input[{i}]")
+            request.input[i] = _output_item(call, str(item.get("id")), outputs, f"input[{i}]")
 
 
-def _output_item(call: HttpCall, item_id: str, where: str) -> dict[str, Any]:
+def _output_item(
+    call: HttpCall, item_id: str, outputs: dict[str, Items], where: str
+) -> dict[str, Any]:
     why = "only items of responses' output can be referred to"
     if (match := _OUTPUT_ID.fullmatch(item_id)) is not None:
+        response_id = f"resp_{match[1]}"
         try:
-            stored = call.context.store.get(call.caller.owner, f"resp_{match[1]}")
+            if response_id not in outputs:
+                outputs[response_id] = _stored_output(call, response_id)
         except NotFound as error:
             why = error.message
         else:
-            output: Items = msgspec.json.decode(stored.response)["output"]
-            for item in output:
+            for item in outputs[response_id]:
                 if item["id"] == item_id:
                     return item
     raise InvalidRequest(
@@ -201,6 +205,13 @@ def _output_item(call: HttpCall, item_id: str, where: str) -> dict[str, Any]:
         param=where,
         code="item_not_found",
     )
+
+
+def _stored_output(call: HttpCall, response_id: str) -> Items:
+    """Return the output items of a stored response. Raises NotFound."""
+    stored = call.context.store.get(call.caller.owner, response_id)
+    output: Items = msgspec.json.decode(stored.response)["output"]
+    return output
 
 
 def stored_items(request: ResponsesRequest, key: str) -> Items:

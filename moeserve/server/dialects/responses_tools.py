@@ -185,7 +185,7 @@ def _text_function(tool: CustomTool) -> dict[str, Any]:
     return function
 
 
-class _NamedTool(Struct):
+class _ChosenTool(Struct):
     name: FunctionName
     namespace: FunctionName | None = None
 
@@ -202,12 +202,12 @@ def chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | N
     """
     if not isinstance(choice, dict):
         return choice
-    kinds: Kinds = {"function": _NamedTool, "custom": _NamedTool, "allowed_tools": _AllowedTools}
+    kinds: Kinds = {"function": _ChosenTool, "custom": _ChosenTool, "allowed_tools": _AllowedTools}
     chosen = typed_at(choice, kinds, "tool_choice")
-    if isinstance(chosen, _NamedTool):
+    if isinstance(chosen, _ChosenTool):
         return _chat_function(chosen)
     named = [
-        convert_at(tool, _NamedTool, f"tool_choice.tools[{i}]")
+        convert_at(tool, _ChosenTool, f"tool_choice.tools[{i}]")
         for i, tool in enumerate(chosen.tools)
         if not is_hosted(tool)
     ]
@@ -216,5 +216,5 @@ def chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | N
     return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
-def _chat_function(tool: _NamedTool) -> dict[str, Any]:
+def _chat_function(tool: _ChosenTool) -> dict[str, Any]:
     return {"type": "function", "function": {"name": shown_name(tool.name, tool.namespace)}}
