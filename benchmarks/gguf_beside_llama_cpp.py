@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         file = args.dir / f"{kind}.gguf"
         dequantized = args.dir / f"{kind}-f32.gguf"
         if not file.exists():
-            llama_cpp(args.llamacpp, "quantise", plain, file, kind)
+            llama_cpp(args.llamacpp, "quantize", plain, file, kind)
         if not dequantized.exists():
             write_dequantized(file, dequantized)
         case = {"prompts": prompts, "texts": prompts, "max_tokens": MAX_TOKENS, "top": TOP}

@@ -26,7 +26,7 @@ import torch
 from benchmarks import common
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear, allocate_new
-from moeserve.ops.quantised import Quantised
+from moeserve.ops.quantized import Quantized
 
 SIZE = 4096  # inputs and outputs of each matrix
 ROWS = (1, 8)
@@ -42,8 +42,8 @@ def weights() -> dict[str, Any]:
     scales = torch.rand(SIZE, SIZE // 32).half().float() / 100
     d = torch.full((SIZE, SIZE // 256), 2.0**-10)
     whole = torch.randint(0, 64, scales.shape).float() * 2.0**-10
-    w4 = Quantised("int4", 128, bf16, int4, scales[:, : SIZE // 128].contiguous())
-    w8 = Quantised("int8", 0, bf16, int8, scales[:, :1].contiguous())
+    w4 = Quantized("int4", 128, bf16, int4, scales[:, : SIZE // 128].contiguous())
+    w8 = Quantized("int8", 0, bf16, int8, scales[:, :1].contiguous())
     rounded: dict[str, Any] = {"activations": "int8"}
     k_quant: dict[str, Any] = {"mins": whole, "supers": (d, d), **rounded}
     return {
@@ -52,15 +52,15 @@ def weights() -> dict[str, Any]:
         "int4 int8": replace(w4, **rounded),
         "int8": w8,
         "int8 int8": replace(w8, **rounded),
-        "q4_0": Quantised("int4", 32, bf16, int4, scales, scale_dtype=fp16, **rounded),
-        "mxfp4": Quantised("fp4", 32, bf16, int4, torch.ones_like(scales)),
-        "mxfp4 int8": Quantised(
+        "q4_0": Quantized("int4", 32, bf16, int4, scales, scale_dtype=fp16, **rounded),
+        "mxfp4": Quantized("fp4", 32, bf16, int4, torch.ones_like(scales)),
+        "mxfp4 int8": Quantized(
             "fp4", 32, bf16, int4, torch.ones_like(scales), scale_dtype=bf16, **rounded
         ),
-        "iq4_nl": Quantised("iq4_nl", 32, bf16, int4, scales, scale_dtype=fp16, **rounded),
-        "q4_k": Quantised("int4", 32, bf16, int4, whole, **k_quant),
-        "q5_k": Quantised("int8", 32, bf16, int8 & 31, whole, bits=5, **k_quant),
-        "q6_k": Quantised(
+        "iq4_nl": Quantized("iq4_nl", 32, bf16, int4, scales, scale_dtype=fp16, **rounded),
+        "q4_k": Quantized("int4", 32, bf16, int4, whole, **k_quant),
+        "q5_k": Quantized("int8", 32, bf16, int8 & 31, whole, bits=5, **k_quant),
+        "q6_k": Quantized(
             "int8",
             16,
             bf16,

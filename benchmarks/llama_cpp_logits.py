@@ -1,6 +1,6 @@
 """Runs llama.cpp for gguf_beside_llama_cpp and expert_memory, in an interpreter that has it.
 
-    PYTHON benchmarks/llama_cpp_logits.py quantise IN OUT TYPE
+    PYTHON benchmarks/llama_cpp_logits.py quantize IN OUT TYPE
     PYTHON benchmarks/llama_cpp_logits.py run MODEL
     PYTHON benchmarks/llama_cpp_logits.py decode MODEL
 
@@ -36,14 +36,14 @@ TYPES = {
 F32 = 0
 
 
-def quantise(source: str, out: str, kind: str) -> None:
+def quantize(source: str, out: str, kind: str) -> None:
     import llama_cpp  # type: ignore[import-not-found]
 
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = TYPES[kind]
     params.nthread = 2
     if llama_cpp.llama_model_quantize(source.encode(), out.encode(), ctypes.byref(params)):
-        sys.exit(f"llama.cpp does not quantise {source} to {kind}")
+        sys.exit(f"llama.cpp does not quantize {source} to {kind}")
 
 
 def plain_buffers() -> None:
@@ -136,8 +136,8 @@ def run(model: str, case: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "quantise":
-        quantise(*sys.argv[2:])
+    if sys.argv[1] == "quantize":
+        quantize(*sys.argv[2:])
     else:
         print(
             json.dumps(

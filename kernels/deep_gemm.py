@@ -21,7 +21,7 @@ from moeserve.kernels import grouped_fp8
 from moeserve.kernels.activation import SWIGLU_ACT, Act
 from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, facts_of, known_configs
-from moeserve.kernels.fp8 import E4M3, quantise
+from moeserve.kernels.fp8 import E4M3, quantize
 from moeserve.kernels.grouped_fp8 import Scaled
 
 TILE = 128
@@ -141,13 +141,13 @@ def gate_up(
         return grouped_fp8.gate_up_fp8(x, w13, alignment, config, top_k, act, bias_eF)
     assert bias_eF is None, "DeepGEMM adds no biases"
     if _in_slots(alignment):
-        return Scaled(*quantise(_product(x, w13, alignment, config), alignment, act))
+        return Scaled(*quantize(_product(x, w13, alignment, config), alignment, act))
     rows_M, exists_M = _places(alignment)
     if alignment.order_N is not None:
         rows_M = torch.where(exists_M, alignment.order_N[rows_M] // top_k, 0)
     scales = x.scales.reshape(len(x.values), -1)[rows_M]
     placed = Scaled(x.values.view(torch.uint8)[rows_M].view(E4M3), scales)
-    return Scaled(*quantise(_product(placed, w13, alignment, config), act=act))
+    return Scaled(*quantize(_product(placed, w13, alignment, config), act=act))
 
 
 def down(

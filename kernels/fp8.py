@@ -13,7 +13,7 @@ from moeserve.kernels.activation import Act, gated
 from moeserve.kernels.align import Alignment
 
 BLOCK = 128  # elements that share a scale
-BLOCKS = 16  # blocks per program of `quantise_kernel`
+BLOCKS = 16  # blocks per program of `quantize_kernel`
 ROWS = 64  # rows per program of `widen_kernel`
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = tl.constexpr(448.0)
@@ -34,7 +34,7 @@ def round_blocks(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def quantise_kernel(
+def quantize_kernel(
     x_ptr, values_ptr, scales_ptr, ends_ptr, expert_ptr, row_ptr, row_stride, width,
     BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr = None,
 ):  # fmt: skip
@@ -65,7 +65,7 @@ def quantise_kernel(
     tl.store(scales_ptr + row * num_blocks + blocks, scales, mask=blocks < num_blocks)
 
 
-def quantise(
+def quantize(
     x_MK: Tensor, alignment: Alignment | None = None, act: Act | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return e4m3 values [M, K] and fp32 scales [M, G].
@@ -90,7 +90,7 @@ def quantise(
         programs = len(alignment.expert_Z) * alignment.block_m
     if programs:
         grid = (programs, triton.cdiv(width, BLOCK * BLOCKS))
-        quantise_kernel[grid](
+        quantize_kernel[grid](
             x_MK, values_MK, scales_MG, *tables, x_MK.stride(0), width,
             BLOCK_M=alignment.block_m if alignment else 1, BLOCKS=BLOCKS,
             BLOCK=BLOCK, ACT=act, num_warps=4,

@@ -177,7 +177,7 @@ def gate_up_fp8(
     """Compute `grouped_gemm.gate_up` with e4m3 inputs and outputs.
 
     Each sum of 128 products is computed on tensor cores, then scaled and added in fp32, in order.
-    The outputs of each row are rounded in blocks of 128, like in `fp8.quantise`. I must be a
+    The outputs of each row are rounded in blocks of 128, like in `fp8.quantize`. I must be a
     multiple of 128.
 
     Example: one row of 128 inputs with value 1 and scale 1, gate and up weights with value 1 and

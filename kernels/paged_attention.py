@@ -215,23 +215,23 @@ def attention(
             (1,),
             torch.float32,
         ), sinks_H
-    quantised = k_cache.dtype == torch.int8
+    quantized = k_cache.dtype == torch.int8
     shared = v_d < d and v_cache.stride() == k_cache.stride()
-    assert not (quantised and shared), "an int8 entry has one scale"
+    assert not (quantized and shared), "an int8 entry has one scale"
     assert k_cache.is_contiguous(), k_cache.stride()
     if shared:
         assert v_cache.data_ptr() == k_cache.data_ptr(), "values are not part of the keys"
     else:
         assert v_cache.is_contiguous(), v_cache.stride()
     for cache, width in ((k_cache, d), (v_cache, v_d)):
-        entry = width + SCALE_BYTES if quantised else width
+        entry = width + SCALE_BYTES if quantized else width
         assert cache.shape[1:] == (shape.block_size, shape.kv_heads, entry), (cache.shape, shape)
-        assert cache.dtype == (torch.int8 if quantised else q_THd.dtype), (cache.dtype, q_THd.dtype)
+        assert cache.dtype == (torch.int8 if quantized else q_THd.dtype), (cache.dtype, q_THd.dtype)
     if out is None:
         out = q_THd.new_empty((tokens, heads * v_d))
     assert out.shape == (tokens, heads * v_d), (out.shape, shape)
     assert out.is_contiguous(), out.stride()
-    scales = [cache.view(torch.float32) if quantised else None for cache in (k_cache, v_cache)]
+    scales = [cache.view(torch.float32) if quantized else None for cache in (k_cache, v_cache)]
     window, chunk = shape.limits
     device, multiprocessors = facts_of(q_THd.device)
     for part in plan.passes:

@@ -37,7 +37,7 @@ from moeserve.kernels import (
 from moeserve.kernels.align import Alignment, align
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.configs import Config, facts_of
-from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
+from moeserve.kernels.fp8 import BLOCK, E4M3, quantize
 from moeserve.kernels.paged_attention import AttentionShape
 
 Choices = Mapping[str, Sequence[int]]
@@ -358,7 +358,7 @@ def _fp8_products(
     w2 = _weights(dim, width)
 
     def _run(x: Tensor, alignment: Alignment, config: Config, top_k: int) -> Tensor:
-        hidden = deep_gemm.gate_up(grouped_fp8.Scaled(*quantise(x)), w13, alignment, config, top_k)
+        hidden = deep_gemm.gate_up(grouped_fp8.Scaled(*quantize(x)), w13, alignment, config, top_k)
         return deep_gemm.down(hidden, w2, alignment, config, x.new_zeros((len(x) * top_k, dim)))
 
     launch_args = experts, width, dim

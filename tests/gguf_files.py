@@ -61,10 +61,10 @@ def matrices(*kinds: str) -> Choose:
 
     Routers, and matrices whose rows are no whole number of blocks, stay in F32.
     """
-    quantised = [gguf.GGMLQuantizationType[kind] for kind in kinds]
+    quantized = [gguf.GGMLQuantizationType[kind] for kind in kinds]
 
     def choose(name: str, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType:
-        kind = quantised[sum(name.encode()) % len(quantised)]
+        kind = quantized[sum(name.encode()) % len(quantized)]
         whole = shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
         return kind if len(shape) > 1 and "ffn_gate_inp" not in name and whole else F32
 

@@ -15,11 +15,11 @@ from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.elementwise import LANES
 from moeserve.ops.inputs import RowContext
 from moeserve.ops.linear import LinearMethod, can_fuse
-from moeserve.ops.quantised import Quantised
+from moeserve.ops.quantized import Quantized
 from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
 
-W = TypeVar("W", Tensor, Quantised)
+W = TypeVar("W", Tensor, Quantized)
 FP32 = 4  # bytes
 INT64 = 8  # bytes
 # Copies of gathered columns in memory: as sent (kept for a while), as received, and in order.
@@ -43,7 +43,7 @@ def pad_part(part_nK: W, num_columns: int, tp: TensorParallel, *, parts: int = 1
     num_columns: outputs of the unsharded product. parts: number of stacked weights, each of which
     is sharded by itself.
     """
-    if isinstance(part_nK, Quantised):
+    if isinstance(part_nK, Quantized):
         return part_nK.each(lambda part: pad_part(part, num_columns, tp, parts=parts))
     missing = -(-num_columns // tp.size) - part_nK.shape[0] // parts
     if not missing:

@@ -17,7 +17,7 @@ class Mamba2(RecurrentMixer):
     """H heads with a state [d, v] each (Granite 4, Nemotron 3)."""
 
     # Ranks shard groups, because norms are over all heads of a group.
-    tp_units = "num_groups", "groups of recurrent heads"
+    tp_units = "num_groups", "group(s) of recurrent heads"
     num_heads: int  # H
     num_groups: int  # G
     state_dim: int  # d

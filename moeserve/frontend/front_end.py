@@ -279,29 +279,29 @@ class FrontEnd(Actor[FromEngine], ServingState):
     # ---- streams of another front end
     # -------------------------------------------------------------------------------------------
 
-    def adopt(self, stream: StreamLog) -> StreamLog:
+    def adopt(self, log: StreamLog) -> StreamLog:
         """Take over a stream of another front end. `restart` continues to compute it.
 
         Return its log in this front end. Raises RequestError if that is not possible.
         """
         assert self.resumable is not None
         self._serving()  # raises if requests are not accepted
-        rids = [next(self.rids) for _ in stream.sequences]
-        entry = msgspec.structs.replace(stream.entry, rids=rids)
-        adopted = self.resumable.adopt(entry, stream.sequences).stream_log
+        rids = [next(self.rids) for _ in log.sequences]
+        entry = msgspec.structs.replace(log.entry, rids=rids)
+        adopted = self.resumable.adopt(entry, log.sequences).stream_log
         assert adopted is not None
         return adopted
 
-    async def restart(self, stream: StreamLog) -> None:
+    async def restart(self, log: StreamLog) -> None:
         """Submit the sequences of an adopted stream that have not ended, unless it was closed.
 
-        Raises RequestError if that is not possible, and closes the stream.
+        Raises RequestError if that is not possible, and closes the log.
         """
         assert self.resumable is not None
         try:
-            if stream.entry.params.receipt and self.receipt_signer is not None:
+            if log.entry.params.receipt and self.receipt_signer is not None:
                 await self.receipt_signer.weights(self._serving())
-            generation = self.resumable.generation_of(stream)
+            generation = self.resumable.generation_of(log)
             if generation is None:
                 return
             live = [sequence for sequence in generation.sequences if not sequence.ended]
@@ -309,7 +309,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             for sequence in live:
                 self.link.send(submission(sequence))
         except errors.RequestError as error:
-            if (generation := self.resumable.generation_of(stream)) is not None:
+            if (generation := self.resumable.generation_of(log)) is not None:
                 self._fail(generation, error)
             raise
 

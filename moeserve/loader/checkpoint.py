@@ -55,7 +55,7 @@ class Checkpoint:
 def open_checkpoint(model_dir: Path, formats: Sequence[StoredFormat] = ()) -> Checkpoint:
     """Read and check every header. Raises CheckpointError.
 
-    formats: of the quantized weights (loader/quantisation.py).
+    formats: of the quantized weights (loader/quantization.py).
     """
     if is_gguf(model_dir):
         return Checkpoint(model_dir, *gguf_tensors(model_dir))

@@ -18,7 +18,7 @@ from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import StoredWeight
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import Reader, empty_weight
-from moeserve.ops.quantised import E2M1, Quantised, QuantizeTo, Weight, group_of
+from moeserve.ops.quantized import E2M1, Quantized, QuantizeTo, Weight, group_of
 
 PAGE = (1 << 20) + 7  # random numbers that all weights repeat; odd, so that rows of a weight differ
 _STEPS = {  # kind -> standard deviation and maximum of the values
@@ -29,7 +29,7 @@ _STEPS = {  # kind -> standard deviation and maximum of the values
 }
 
 
-def quantised_format(quantize_to: QuantizeTo | None, num_inputs: int) -> StoredFormat:
+def quantized_format(quantize_to: QuantizeTo | None, num_inputs: int) -> StoredFormat:
     """Return the format of a linear layer with the setting `--quantization`."""
     assert quantize_to
     return StoredFormat(
@@ -62,8 +62,8 @@ def dummy_checkpoint(
     forms: dict[str, StoredFormat] = {}
     if config_format or quantize_to:
         for param in plan.params:
-            if param.quantised_on_load:
-                forms[param.name] = config_format or quantised_format(quantize_to, param.shape[-1])
+            if param.quantized_on_load:
+                forms[param.name] = config_format or quantized_format(quantize_to, param.shape[-1])
     for piece in plan.pieces:
         name = piece.source
         form = forms.get(piece.param)
@@ -121,7 +121,7 @@ class RandomReader(Reader):
         def expanded(part: Tensor) -> Tensor:
             return part.expand(param.shape[0], *part.shape[1:])
 
-        if isinstance(one_expert, Quantised):
+        if isinstance(one_expert, Quantized):
             return one_expert.each(expanded)
         return expanded(one_expert)
 
@@ -129,7 +129,7 @@ class RandomReader(Reader):
         self, piece: Piece, weight: Any, max_bytes: int | None = None
     ) -> Iterator[Callable[[], int]]:
         """Yield a job that fills a piece; none for an expert that shares the first one's memory."""
-        values = weight.values if isinstance(weight, Quantised) else weight
+        values = weight.values if isinstance(weight, Quantized) else weight
         shares_memory = values.stride(0) == 0
         if not shares_memory or piece.at[0] == 0:
             yield partial(_fill, zlib.crc32(piece.source.encode()), weight[piece.at])
@@ -138,7 +138,7 @@ class RandomReader(Reader):
 @torch.inference_mode()
 def _fill(seed: int, part: Weight) -> int:
     """Fill a weight. All scales of a quantized weight are equal."""
-    if not isinstance(part, Quantised):
+    if not isinstance(part, Quantized):
         scale = 0.0 if part.dim() == 1 else part.shape[-1] ** -0.5
         _repeat(_page("", part.dtype, scale, part.device), seed, part)
         return 0

@@ -26,7 +26,7 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint, fingerprint
 from moeserve.loader.load_plan import LoadPlan, Param
 from moeserve.loader.weights import Reader, empty_weight
-from moeserve.ops.quantised import Quantised, QuantizeTo, Weight, quantisation_of
+from moeserve.ops.quantized import Quantized, QuantizeTo, Weight, quantization_of
 
 CPU = torch.device("cpu")
 READ_BYTES = 2**20  # small, so that this background work yields to the model often
@@ -95,7 +95,7 @@ class ExpertFiles:
                 f"{name} has CRC-32 {crc:08x}, earlier {earlier_crc:08x}; {_CHANGED}"
             )
         return tuple(
-            self._quantise(param, weight, name, on_progress)[0]
+            self._quantize(param, weight, name, on_progress)[0]
             for param, weight in zip(plan.params, first_read, strict=True)
         )
 
@@ -122,17 +122,17 @@ class ExpertFiles:
                     on_progress(job())
         return weights
 
-    def _quantise(self, param: Param, weight: Weight, name: str, on_progress: OnProgress) -> Weight:
+    def _quantize(self, param: Param, weight: Weight, name: str, on_progress: OnProgress) -> Weight:
         """Return the weight, quantized if the setting `--quantization` applies to it."""
-        if self.quantize_to is None or isinstance(weight, Quantised) or not param.quantised_on_load:
+        if self.quantize_to is None or isinstance(weight, Quantized) or not param.quantized_on_load:
             return weight
-        quantised, jobs = quantisation_of(
+        quantized, jobs = quantization_of(
             weight, self.quantize_to, name, self.checkpoint.activations
         )
         for job in jobs:
             job()
             on_progress(0)
-        return quantised
+        return quantized
 
     def _version_of(self, path: Path) -> tuple[int, int]:
         """Return size and modification time of a file, to detect changes."""
@@ -152,5 +152,5 @@ _CHANGED = "the checkpoint changed while the model serves: restore the file, or 
 
 def _chunks(weight: Weight) -> Iterator[Tensor]:
     """Yield a weight as small chunks of bytes. As floats, NaN would not be equal to itself."""
-    for part in weight.parts if isinstance(weight, Quantised) else (weight,):
+    for part in weight.parts if isinstance(weight, Quantized) else (weight,):
         yield from torch.split(part.view(-1).view(torch.uint8), READ_BYTES)

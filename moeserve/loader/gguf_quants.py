@@ -15,7 +15,7 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.gguf_file import TYPES
 from moeserve.loader.load_plan import Index
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.ops.quantised import E2M1, IQ4_NL, Quantised
+from moeserve.ops.quantized import E2M1, IQ4_NL, Quantized
 
 _IQ4_NL_CODES = tuple(map(int, IQ4_NL))
 _E2M1_CODES = tuple(int(2 * number) for number in E2M1)  # as integers
@@ -28,7 +28,7 @@ class Blocks(NamedTuple):
     values: Tensor  # int8 [n, B, groups, elements]: numbers, or indices into `codes`
     scales: Tensor  # fp32 [n, B, groups]
     mins: Tensor | None = None  # fp32 [n, B, groups]
-    supers: tuple[Tensor, ...] = ()  # fp32 [n, B, 1], see `Quantised`
+    supers: tuple[Tensor, ...] = ()  # fp32 [n, B, 1], see `Quantized`
     codes: tuple[int, ...] = ()
 
     @property
@@ -63,14 +63,14 @@ def dense(blocks: Blocks) -> Tensor:
     return weights.flatten(-3)
 
 
-def fill(blocks: Blocks, into: Quantised) -> None:
+def fill(blocks: Blocks, into: Quantized) -> None:
     """Fill a parameter of the type's own kind, or of int8 in groups of the same size or less."""
     values = (blocks.values if into.kind in ("fp4", "iq4_nl") else blocks.numbers).flatten(-3)
     scales = blocks.scales.flatten(-2)
     if into.kind == "fp4":
-        scales = scales * 2  # `Quantised` has indices of E2M1, and the block's codes are 2 * E2M1
+        scales = scales * 2  # `Quantized` has indices of E2M1, and the block's codes are 2 * E2M1
     if into.kind == "int4" and into.mins is None:
-        values = values + 8  # the zero point of such weights in `Quantised`
+        values = values + 8  # the zero point of such weights in `Quantized`
     into.values.copy_(values)
     repeats = into.scales.shape[-1] // scales.shape[-1]
     into.scales.copy_(scales.repeat_interleave(repeats, -1))

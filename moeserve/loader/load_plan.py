@@ -82,7 +82,7 @@ class Param:
     fp32: bool = False  # kept in fp32, whatever the model's dtype
 
     @property
-    def quantised_on_load(self) -> bool:
+    def quantized_on_load(self) -> bool:
         """Whether `--quantization` applies: to linear layers, which are nearly all of the bytes.
 
         Not to the router, which is small and decides much, nor to the LM head, which llama.cpp and

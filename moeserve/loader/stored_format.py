@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from moeserve.config import Activations
 
 if TYPE_CHECKING:
-    from moeserve.ops.quantised import Kind
+    from moeserve.ops.quantized import Kind
 _BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4, "iq4_nl": 4}  # per weight, without scales
 # Largest group of int4 weights in memory: GPU kernels repeat the scales of larger groups.
 _MAX_GROUP = 128
@@ -39,7 +39,7 @@ class StoredFormat:
     activations: bool = False  # the config quantizes activations, too; not all kernels do
     targets: tuple[str, ...] = ()  # modules with this format, if the config has several formats
     ggml: str = ""  # the ggml type
-    # For ggml types, see `Quantised`:
+    # For ggml types, see `Quantized`:
     mins: bool = False  # with mins
     supers: bool = False  # with super-scales
     bits: int = 0  # of int8 values

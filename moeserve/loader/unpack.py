@@ -1,4 +1,4 @@
-"""Converts quantized weights from the layouts in files (loader/stored.py) to `Quantised`.
+"""Converts quantized weights from the layouts in files (loader/stored.py) to `Quantized`.
 
 Shapes: N outputs, of which n are read, K inputs, R x C scales.
 """
@@ -13,7 +13,7 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.load_plan import Index, Piece
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import StoredWeight, with_shape
-from moeserve.ops.quantised import Quantised
+from moeserve.ops.quantized import Quantized
 
 Read = Callable[[TensorInfo, Index], Tensor]  # returns a part of a tensor in a file
 _ALL = slice(None)
@@ -21,7 +21,7 @@ _ALL = slice(None)
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def unpack(stored: StoredWeight, piece: Piece, into: Quantised, read: Read) -> None:
+def unpack(stored: StoredWeight, piece: Piece, into: Quantized, read: Read) -> None:
     """Read a piece of a quantized weight into `into`, the part of the parameter for it.
 
     Raises CheckpointError if a value or scale is NaN or infinite, or if the order of inputs or the

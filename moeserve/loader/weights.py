@@ -42,13 +42,13 @@ from moeserve.loader.load_plan import (
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored_format import StoredFormat, common_format
 from moeserve.loader.unpack import unpack
-from moeserve.ops.quantised import (
+from moeserve.ops.quantized import (
     CPU_JOB_ELEMENTS,
-    Quantised,
+    Quantized,
     QuantizeTo,
     Weight,
-    dequantised,
-    quantisation_of,
+    dequantized,
+    quantization_of,
 )
 
 DTYPES = {  # name in the files -> dtype of the bytes as they are read
@@ -80,7 +80,7 @@ def empty_weight(
     if weight_format is None:
         dtype = torch.float32 if param.fp32 else dtype
         return torch.empty(param.shape, dtype=dtype, device=device)
-    empty = _empty_quantised(weight_format, param.shape, dtype, device)
+    empty = _empty_quantized(weight_format, param.shape, dtype, device)
     return replace(empty, activations=weight_format.activation_format(checkpoint.activations))
 
 
@@ -102,14 +102,14 @@ def format_of(checkpoint: Checkpoint, param: Param, pieces: list[Piece]) -> Stor
     return None if obstacle else weight_format
 
 
-def _empty_quantised(
+def _empty_quantized(
     weight_format: StoredFormat, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Quantised:
+) -> Quantized:
     group = weight_format.group
     if weight_format.kind == "int4" and not group:
         # int4 kernels need groups, so all inputs are one group, rounded up to a multiple of 8.
         group = -(-shape[-1] // 8) * 8
-    empty = Quantised.empty(
+    empty = Quantized.empty(
         weight_format.kind, group, weight_format.zeros, dtype=dtype, shape=shape, device=device
     )
     mins = torch.empty_like(empty.scales) if weight_format.mins else None
@@ -250,7 +250,7 @@ class Reader:
             if layout == "ggml" and not piece.transposed:
                 parts = (few_rows for part, index in parts for few_rows in _split_rows(part, index))
             for part, index in parts:
-                yield partial(self._read_quantised, part, into[index], max_bytes)
+                yield partial(self._read_quantized, part, into[index], max_bytes)
         else:
             assert isinstance(into, Tensor)
             yield from self._read_jobs(
@@ -269,7 +269,7 @@ class Reader:
             yield partial(self.read, tensor, block, into[block.at])
 
     @torch.inference_mode()
-    def _read_quantised(self, piece: Piece, into: Weight, max_bytes: int) -> int:
+    def _read_quantized(self, piece: Piece, into: Weight, max_bytes: int) -> int:
         def read(tensor: TensorInfo, take: Index) -> Tensor:
             raw = torch.empty(part_shape(tensor.shape, take), dtype=DTYPES[tensor.dtype])
             for job in self._read_jobs(tensor, take, raw, max_bytes):
@@ -279,20 +279,20 @@ class Reader:
         stored = self._checkpoint.stored[piece.source]
         if stored.format.layout == "ggml":
             blocks = read_blocks(stored.values, piece.take, read)
-            if isinstance(into, Quantised):
+            if isinstance(into, Quantized):
                 fill(blocks, into)
             else:
                 values = dense(blocks)
                 into.copy_(values.mT if piece.transposed else values)
                 _check_fits(into, stored.values)
-        elif isinstance(into, Quantised):
+        elif isinstance(into, Quantized):
             unpack(stored, piece, into, read)
         else:  # the parameter is not kept quantized
-            quantised = _empty_quantised(
+            quantized = _empty_quantized(
                 stored.format, piece.taken_shape, into.dtype, torch.device("cpu")
             )
-            unpack(stored, piece, quantised, read)
-            into.copy_(dequantised(quantised))
+            unpack(stored, piece, quantized, read)
+            into.copy_(dequantized(quantized))
             _check_fits(into, stored.values)
         return _stored_bytes(piece, self._checkpoint)
 
@@ -380,7 +380,7 @@ class Params(UserDict[str, Any]):
     """A load plan's parameters by name, read from the files on access.
 
     Use it as a context manager. Every access reads the parameter again, so `pop` each one once.
-    Values are contiguous tensors of `dtype` (float32, bfloat16 or float16), or `Quantised` if the
+    Values are contiguous tensors of `dtype` (float32, bfloat16 or float16), or `Quantized` if the
     checkpoint is quantized.
 
     device: of the parameters; on "meta" nothing is read.
@@ -447,17 +447,17 @@ class Params(UserDict[str, Any]):
             self._run_jobs(list(self._jobs(pieces, weight)))
         if (
             self._quantize_to is None
-            or isinstance(weight, Quantised)
-            or not param.quantised_on_load
+            or isinstance(weight, Quantized)
+            or not param.quantized_on_load
         ):
             return weight
-        quantised, rounding_jobs = quantisation_of(
+        quantized, rounding_jobs = quantization_of(
             weight, self._quantize_to, param.name, self._checkpoint.activations
         )
         if not is_meta:
             for _ in self._pool.map(lambda job: job(), rounding_jobs):
                 pass  # waits for the job, and raises its error
-        return quantised
+        return quantized
 
     def _jobs(self, pieces: list[Piece], weight: Weight) -> Iterator[Callable[[], int]]:
         for piece in pieces:

@@ -41,7 +41,7 @@ def build_decoder(
 ) -> Decoder:
     """Build the decoder of `spec`.
 
-    params: parameters, named as in models/load_plan.py, of `ops.dtype` or Quantised. They are
+    params: parameters, named as in models/load_plan.py, of `ops.dtype` or Quantized. They are
         removed from the mapping as they are packed.
     tp: the engine's tensor-parallel ranks, as in `world`.
     placement: as for `load_plan`.

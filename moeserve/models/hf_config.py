@@ -20,7 +20,7 @@ from moeserve.loader.documents import read_json
 from moeserve.loader.fields import Fields
 from moeserve.loader.files import PARAMS, config_name
 from moeserve.loader.generation_config import read_eos_ids
-from moeserve.loader.quantisation import WEIGHT_FORMATS, read_stored_formats
+from moeserve.loader.quantization import WEIGHT_FORMATS, read_stored_formats
 from moeserve.models.family import MAX_POSITION, MAX_WIDTH, Family
 from moeserve.models.registry import FAMILIES
 from moeserve.models.rope_config import longest_context

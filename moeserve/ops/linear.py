@@ -32,7 +32,7 @@ def can_fuse(*methods: LinearMethod | None) -> bool:
     return all(method is None or hasattr(method, "matrix") for method in methods)
 
 
-# (weight [N, K], bias [N] or None) -> linear layer. Native and Triton tables also take `Quantised`.
+# (weight [N, K], bias [N] or None) -> linear layer. Native and Triton tables also take `Quantized`.
 PackLinear = Callable[[Any, Tensor | None], LinearMethod]
 
 ROW_BUCKET = 16

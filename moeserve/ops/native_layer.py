@@ -42,7 +42,7 @@ from moeserve.ops.native_rows import (
     native_activation,
     native_rule,
 )
-from moeserve.ops.quantised import Quantised, Weight
+from moeserve.ops.quantized import Quantized, Weight
 from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
 BLOCK = 16  # columns of a packed block
@@ -77,7 +77,7 @@ def packing_of(weight: Weight, columns: int | None = None, lossless: bool = Fals
     """
     num_outputs = columns or weight.shape[-2]
     num_inputs = weight.shape[-1]
-    if isinstance(weight, Quantised):
+    if isinstance(weight, Quantized):
         has_supers = weight.supers is not None
         bits = 0
         if weight.activations == "int8":
@@ -103,7 +103,7 @@ def pack(
     """
     values: Tensor
     group_parts: tuple[Tensor | None, ...]  # scales, zeros, mins, d, dmin
-    if isinstance(weight_NK, Quantised):
+    if isinstance(weight_NK, Quantized):
         w = weight_NK.contiguous()
         values = w.values
         group_parts = (w.scales, w.zeros, w.mins, *(w.supers or (None, None)))

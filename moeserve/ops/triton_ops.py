@@ -36,7 +36,7 @@ from moeserve.ops.elementwise import plain_sigmoid_gate, sigmoid_mul, soft_cap
 from moeserve.ops.inputs import GroupInputs, HeadShape, RowContext, StepInputs
 from moeserve.ops.latent import HeadsLinear, PackHeads, PlainHeads
 from moeserve.ops.linear import LinearMethod, PlainLinear
-from moeserve.ops.quantised import Quantised, Weight
+from moeserve.ops.quantized import Quantized, Weight
 from moeserve.ops.rules import TILE
 from moeserve.ops.selected import MAX_QUERIES, Selection
 from moeserve.ops.table import Ops
@@ -49,7 +49,7 @@ MIN_WHOLE_BLOCK = 64
 BLOCKS_M = (16, 32, 64, 128)  # rows per tile of possible launches
 
 
-class QuantisedLinear:
+class QuantizedLinear:
     """y = x W^T + b with a weight of 4 or 8 bits: a grouped product with one expert.
 
     Weights are dequantized in registers. For example x [M, 64] of ones, weight [1, 64] of int8 1
@@ -58,7 +58,7 @@ class QuantisedLinear:
 
     __slots__ = ("_bias", "_num_outputs", "_weight")
 
-    def __init__(self, weight: Quantised, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Quantized, bias: Tensor | None = None) -> None:
         self._weight = WEIGHT_ONLY.lay(weight[None])
         self._bias = bias
         self._num_outputs = weight.shape[0]
@@ -100,8 +100,8 @@ class ExactLinear:
 
 def pack_exact(weight: Weight, bias: Tensor | None) -> LinearMethod:
     """Pack a batch-invariant linear layer. A view of a larger tensor is copied."""
-    if isinstance(weight, Quantised):
-        return QuantisedLinear(weight, bias)
+    if isinstance(weight, Quantized):
+        return QuantizedLinear(weight, bias)
     return ExactLinear(weight, bias)
 
 
@@ -113,14 +113,14 @@ def _own(weight: Tensor) -> Tensor:
 
 def pack_fast(weight: Weight, bias: Tensor | None) -> LinearMethod:
     """Pack a linear layer, computed by torch, or by Triton if the weight is quantized."""
-    if isinstance(weight, Quantised):
-        return QuantisedLinear(weight, bias)
+    if isinstance(weight, Quantized):
+        return QuantizedLinear(weight, bias)
     return PlainLinear(weight, bias)
 
 
 def pack_heads(weight_HNK: Weight) -> HeadsLinear:
     """Pack products per head, for one launch, or for one launch per head if quantized."""
-    if isinstance(weight_HNK, Quantised):
+    if isinstance(weight_HNK, Quantized):
         return PlainHeads(weight_HNK, pack_exact)
     return partial(heads_linear, w_HNK=_own(weight_HNK))
 

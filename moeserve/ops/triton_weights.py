@@ -16,7 +16,7 @@ from moeserve.errors import ConfigError
 from moeserve.kernels import deep_gemm, grouped_fp8, grouped_gemm
 from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, facts_of
-from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
+from moeserve.kernels.fp8 import BLOCK, E4M3, quantize
 from moeserve.kernels.grouped_fp8 import Scaled
 from moeserve.kernels.grouped_weight_only import (
     GROUPS,
@@ -28,7 +28,7 @@ from moeserve.kernels.grouped_weight_only import (
     launch_narrow_of,
     pack_int4,
 )
-from moeserve.ops.quantised import Quantised, Weight
+from moeserve.ops.quantized import Quantized, Weight
 
 E4M3_GPUS = (8, 9)  # the lowest compute capability whose compiler supports e4m3
 
@@ -52,7 +52,7 @@ def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
 
     Raises ConfigError if only one of the weights is quantized.
     """
-    if isinstance(w13_eFD, Quantised) != isinstance(w2_eDI, Quantised):
+    if isinstance(w13_eFD, Quantized) != isinstance(w2_eDI, Quantized):
         up, down = (getattr(weight, "kind", weight.dtype) for weight in (w13_eFD, w2_eDI))
         raise ConfigError(
             f"some experts have gate and up in {up}, but down in {down}: Triton's kernels need "
@@ -127,7 +127,7 @@ def _regrouped(scales_eNG: Tensor, group: int, step: int, inputs: int) -> Tensor
     return scales_eNG.repeat_interleave(group // step, -1)[..., : inputs // step]
 
 
-def _lay_narrow(w: Quantised) -> Narrow:
+def _lay_narrow(w: Quantized) -> Narrow:
     inputs = w.shape[-1]
     if w.kind in ("int4", "fp4"):
         group = _group_of_pairs(w.group, inputs)
@@ -144,7 +144,7 @@ def _lay_narrow(w: Quantised) -> Narrow:
     return Narrow(w.group or inputs, values.contiguous(), scales)
 
 
-def _lay_e4m3(w: Quantised) -> Scaled:
+def _lay_e4m3(w: Quantized) -> Scaled:
     inputs = w.shape[-1]
     scales = _regrouped(w.scales[..., ::BLOCK, :], w.group or inputs, BLOCK, inputs)
     return Scaled(w.values.view(E4M3).contiguous(), scales.contiguous())
@@ -169,7 +169,7 @@ W8A8 = Kernels(
     rows=lambda x, alignment: (
         x
         if isinstance(x, Scaled)
-        else Scaled(*quantise(x, alignment if alignment.order_N is None else None))
+        else Scaled(*quantize(x, alignment if alignment.order_N is None else None))
     ),
     launch=lambda n, w2, x: grouped_fp8.launch_fp8_of(n, *_sizes(w2), facts_of(x.device).name),
     gate_up=grouped_fp8.gate_up_fp8,

@@ -72,7 +72,7 @@ def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
         per_weight: float = itemsize
         if param.fp32:
             per_weight = FP32
-        elif param.quantised_on_load and (quantized_bytes >= 1 or quantization):
+        elif param.quantized_on_load and (quantized_bytes >= 1 or quantization):
             per_weight = quantized_bytes
         num_params[kind] += size
         num_bytes[kind] += size * per_weight

@@ -36,7 +36,7 @@ from moeserve.models.workspace import Inflow
 from moeserve.moe.all2all.registry import make_backends, most_rows
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
-from moeserve.ops.quantised import QuantizeTo
+from moeserve.ops.quantized import QuantizeTo
 from moeserve.runner import limits as limits_of
 from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.experts import ReadExpert

@@ -22,7 +22,7 @@ from moeserve.comm.world import World
 from moeserve.config import Activations, Config, Lossless
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
-from moeserve.loader.dummy import RandomReader, dummy_checkpoint, quantised_format
+from moeserve.loader.dummy import RandomReader, dummy_checkpoint, quantized_format
 from moeserve.loader.expert_memory import ExpertMemory
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.fresh_memory import FreshMemory
@@ -45,7 +45,7 @@ from moeserve.moe.experts.registry import EXPERT_KERNELS
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native_layer import BYTES_IN_12_BITS, allocate_new
 from moeserve.ops.pick import pick_ops
-from moeserve.ops.quantised import QuantizeTo
+from moeserve.ops.quantized import QuantizeTo
 from moeserve.ops.table import Ops
 from moeserve.ops.traced import traced
 from moeserve.runner.experts import BYTES_PER_S, CPU_SHARE, Pace
@@ -244,8 +244,8 @@ class _Percent:
 
 def _log_activations(ops: Ops, spec: ModelSpec, checkpoint: Checkpoint, shard: Shard) -> None:
     """Log how the activations of a checkpoint that quantizes them are computed. Once per group."""
-    quantised = any(form.activations or form.layout == "ggml" for form in spec.stored)
-    if quantised and not shard.world.rank:
+    quantized = any(form.activations or form.layout == "ggml" for form in spec.stored)
+    if quantized and not shard.world.rank:
         log.info(
             "the checkpoint quantizes activations, too: %s",
             _describe_activations(ops, spec, checkpoint.activations),
@@ -406,8 +406,8 @@ def _check_kernels(
             f"activations=int8 needs the native kernels, but {our_kernels}; use activations=auto, "
             f"or {native}"
         )
-    quantised = [param.name for param, _ in _quantized_params(checkpoint, plan, quantize_to)]
-    if lossless != "off" and not _compressed_names(ops, plan, quantised):
+    quantized = [param.name for param, _ in _quantized_params(checkpoint, plan, quantize_to)]
+    if lossless != "off" and not _compressed_names(ops, plan, quantized):
         which = "experts" if lossless == "experts" else "linear layers"
         raise ConfigError(
             f"lossless_compression={lossless}, but no {which} of this model have 16-bit weights "
@@ -445,8 +445,8 @@ def _quantized_params(
     for param in plan.params:
         if form := format_of(checkpoint, param, pieces[param.name]):
             yield param, form
-        elif quantize_to and param.quantised_on_load:
-            yield param, quantised_format(quantize_to, param.shape[-1])
+        elif quantize_to and param.quantized_on_load:
+            yield param, quantized_format(quantize_to, param.shape[-1])
 
 
 def _describe_activations(ops: Ops, spec: ModelSpec, activations: Activations) -> str:
@@ -480,7 +480,7 @@ def weight_bytes(
     )
 
 
-def _compressed_names(ops: Ops, plan: LoadPlan, quantised: Collection[str]) -> list[str]:
+def _compressed_names(ops: Ops, plan: LoadPlan, quantized: Collection[str]) -> list[str]:
     """Return the names of the parameters that are compressed to 12 bits per weight."""
     if ops.lossless == "off":
         return []
@@ -490,4 +490,4 @@ def _compressed_names(ops: Ops, plan: LoadPlan, quantised: Collection[str]) -> l
         for param in plan.params
         if is_selected(param.name) and not param.fp32 and param.shape[-1] % 8 == 0
     )
-    return [param.name for param in fit if param.name not in quantised]
+    return [param.name for param in fit if param.name not in quantized]

@@ -94,8 +94,9 @@ class Batches:
         self.store = store
         self._ask = ask
         self._num_slots = num_slots
-        # For the lines of all batches. None until the first batch runs, which asks for the number.
-        self._line_slots: asyncio.Semaphore | None = None
+        # For the lines of all batches, with the number of slots when the last batch began.
+        self._num_line_slots = 0
+        self._line_slots = asyncio.Semaphore(0)
         self._loading_slots = asyncio.Semaphore(MAX_LOADED_BATCHES)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by id of the batch
         self._timeouts: dict[str, asyncio.Timeout] = {}  # by id of the batch, while its lines run
@@ -201,7 +202,8 @@ class Batches:
         for file in (output, errors):
             store.quota.set_size(file.path, file.size)
         num_slots = await self._num_slots()
-        if self._line_slots is None:
+        if num_slots != self._num_line_slots:  # the first batch, or the fleet was scaled
+            self._num_line_slots = num_slots
             self._line_slots = asyncio.Semaphore(num_slots)
         line_slots = self._line_slots
         counts = batch.request_counts

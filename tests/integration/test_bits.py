@@ -134,7 +134,7 @@ def test_nor_in_any_other_family(family: str, make_checkpoint: Any) -> None:
         ("deepseek_v32", "bfloat16", "int8"),
     ],
 )
-def test_nor_with_quantised_weights(
+def test_nor_with_quantized_weights(
     family: str, dtype: str, quantization: str, make_checkpoint: Any
 ) -> None:
     path = make_checkpoint(family).path

@@ -24,7 +24,7 @@ from moeserve.sampling import TokenSampling
 from tests.families import FEW
 from tests.integration.parallel_engines import Answer, Engines
 from tests.integration.test_bits import PARAMS, PROMPT, alone, bits, memory_of, prompt_of
-from tests.quantised_checkpoints import FORMS, write_quantised
+from tests.quantized_checkpoints import FORMS, write_quantized
 
 BACKENDS = ["torch"] + ["shm"] * (native() is not None)
 DTYPES = ["float32", "bfloat16"]
@@ -240,7 +240,7 @@ async def test_ranks_change_no_bit_of_states_and_selections(
     ],
     ids=str,
 )
-async def test_ranks_change_no_bit_of_quantised_weights(
+async def test_ranks_change_no_bit_of_quantized_weights(
     family: str, dtype: str, shape: Shape, make_checkpoint: Any
 ) -> None:
     await play(make_checkpoint(family).path, dtype, shape)
@@ -248,11 +248,11 @@ async def test_ranks_change_no_bit_of_quantised_weights(
 
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
 @pytest.mark.parametrize("form", ["int4 with zero points", "fp8 in blocks"])
-async def test_ranks_change_no_bit_of_a_quantised_checkpoint(
+async def test_ranks_change_no_bit_of_a_quantized_checkpoint(
     form: str, make_checkpoint: Any, tmp_path: Path
 ) -> None:
-    quantised, _ = write_quantised(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
-    await play(quantised, "bfloat16", Shape(2, 2, "shm", redundant=3))
+    quantized, _ = write_quantized(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
+    await play(quantized, "bfloat16", Shape(2, 2, "shm", redundant=3))
 
 
 @pytest.mark.parametrize("dp", [3, 6])

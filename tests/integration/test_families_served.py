@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from moeserve import LLM, SamplingParams
-from tests.quantised_checkpoints import FORMS, write_quantised
+from tests.quantized_checkpoints import FORMS, write_quantized
 
 from .conftest import running_server
 from .test_expert_parallel import BOOT_S, engines, tokens
@@ -65,7 +65,7 @@ async def test_two_engines_say_what_one_says_though_one_dies(
     path = make_checkpoint(family).path
     if form:
         (tmp_path / "model").mkdir()
-        path, _ = write_quantised(path, tmp_path / "model", FORMS[form])
+        path, _ = write_quantized(path, tmp_path / "model", FORMS[form])
     expected = await asyncio.to_thread(alone, path)
     (tmp_path / "config.yaml").write_text("model: {skip_tokenizer_init: true}\n")
     flags = ("--config", str(tmp_path / "config.yaml"), "--dp", "2", "--max-model-len", "256")

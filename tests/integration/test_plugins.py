@@ -17,7 +17,7 @@ from moeserve import LLM, SamplingParams
 from moeserve.errors import ConfigError
 from moeserve.loader.fields import Fields
 from moeserve.loader.model_dir import resolve_model_dir
-from moeserve.loader.quantisation import read_stored_formats
+from moeserve.loader.quantization import read_stored_formats
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.text.answer_data import find_format
 from moeserve.text.answer_syntax import FORMATS

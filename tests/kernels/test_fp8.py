@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.kernels.activation import SWIGLU_ACT, act_of
 from moeserve.kernels.align import align, align_groups
 from moeserve.kernels.configs import Config
-from moeserve.kernels.fp8 import BLOCK, quantise, quantise_kernel
+from moeserve.kernels.fp8 import BLOCK, quantize, quantize_kernel
 from moeserve.kernels.fp8 import widen as widen_rows
 from moeserve.kernels.grouped_fp8 import Scaled, down_fp8, gate_up_fp8, launch_fp8_of
 from moeserve.moe.all2all.wire_format import Fp8Wire
@@ -26,7 +26,7 @@ from tools.gpu.references import (
     act_mul_reference,
     down_reference,
     gate_up_reference,
-    quantise_reference,
+    quantize_reference,
     widen,
     widen_weights,
 )
@@ -60,15 +60,15 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-def test_quantise_example() -> None:
+def test_quantize_example() -> None:
     for row, values, scale in (([448.0, -1.0], [448, -1], 1), ([896.0, 1.0], [448, 0.5], 2)):
-        found, scales = quantise(torch.tensor([row], device=DEVICE))
+        found, scales = quantize(torch.tensor([row], device=DEVICE))
         assert (found.float().tolist(), scales.tolist()) == ([values], [[scale]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "width"), [(0, 128), (1, 1), (3, 300), (2, 128 * 17)])
-def test_quantise(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_quantize(rows: int, width: int, dtype: torch.dtype) -> None:
     """Strided rows, huge and tiny values, and some that are no numbers; the same bits as travel."""
     wide = (
         normal(rows, width + 3)
@@ -80,8 +80,8 @@ def test_quantise(rows: int, width: int, dtype: torch.dtype) -> None:
         x[0, 6] = math.inf
         x[1, 7] = -math.inf
         x[1, :3] = 0.0
-    values, scales = quantise(x)
-    expected_values, expected_scales = quantise_reference(x)
+    values, scales = quantize(x)
+    expected_values, expected_scales = quantize_reference(x)
     assert torch.equal(scales, expected_scales)
     assert torch.equal(values.float().nan_to_num(1e9), expected_values.float().nan_to_num(1e9))
     sent = Fp8Wire().encode(x.cpu())
@@ -90,7 +90,7 @@ def test_quantise(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 20])
-def test_quantise_only_the_rows_of_tiles(room: int) -> None:
+def test_quantize_only_the_rows_of_tiles(room: int) -> None:
     counts = [0, 17, 1]
     ends = (
         torch.tensor(counts, device=DEVICE)
@@ -104,12 +104,12 @@ def test_quantise_only_the_rows_of_tiles(room: int) -> None:
         else list(range(18))
     )
     x = normal(60, 300)
-    found = quantise(x, to)
-    whole = quantise(x)
+    found = quantize(x, to)
+    whole = quantize(x)
     for part, expected in zip(found, whole, strict=True):
         assert torch.equal(bits(part)[rows], bits(expected)[rows])
     values, scales = (torch.zeros_like(part) for part in found)
-    quantise_kernel[(16 * len(to.expert_Z), 1)](
+    quantize_kernel[(16 * len(to.expert_Z), 1)](
         x,
         values,
         scales,
@@ -130,11 +130,11 @@ def test_quantise_only_the_rows_of_tiles(room: int) -> None:
     [SWIGLU, Activation(alpha=1.702, limit=1.0, up_shift=1.0)],
     ids=["plain", "clamped"],
 )
-def test_quantise_behind_an_activation(activation: Activation) -> None:
+def test_quantize_behind_an_activation(activation: Activation) -> None:
     x = normal(3, 2 * 200) * 3
-    values, scales = quantise(x, act=act_of(activation))
+    values, scales = quantize(x, act=act_of(activation))
     expected = act_mul_reference(x, activation)
-    torch.testing.assert_close(scales, quantise_reference(expected)[1], rtol=1e-5, atol=0)
+    torch.testing.assert_close(scales, quantize_reference(expected)[1], rtol=1e-5, atol=0)
     torch.testing.assert_close(
         widen(values, scales).float(), expected, rtol=2**-3, atol=float(expected.abs().max()) / 448
     )
@@ -191,7 +191,7 @@ def test_both_products(ids: list[list[int]], tma: int) -> None:
     rows = int(to.counts_e.sum())
     order = to.order_N[:rows].long()
     x = Scaled(
-        *quantise(
+        *quantize(
             normal(tokens, dim) * 10.0 ** torch.arange(tokens, device=DEVICE)[:, None].clamp(max=3)
         )
     )
@@ -203,7 +203,7 @@ def test_both_products(ids: list[list[int]], tma: int) -> None:
     largest = exact.abs().unflatten(1, (-1, BLOCK)).amax(2).repeat_interleave(BLOCK, 1)
     assert ((found - exact).abs() <= exact.abs() * 2**-4 + largest * 2**-14 + 1e-7).all()
     torch.testing.assert_close(
-        hidden.scales[:rows], quantise_reference(exact)[1], rtol=1e-5, atol=1e-12
+        hidden.scales[:rows], quantize_reference(exact)[1], rtol=1e-5, atol=1e-12
     )
     hidden.values.view(torch.uint8)[rows:] = 0x7F
     hidden.scales[rows:] = math.nan
@@ -283,19 +283,19 @@ def test_fp8_compiles_for_hopper() -> None:
     widens = {**values, **scales, "counts_ptr": "*i32", "out_ptr": "*bf16", **strides}
     cases += [
         Case(
-            "fp8:quantise_kernel",
+            "fp8:quantize_kernel",
             rounds,
             {**sizes, **dict.fromkeys(tables)},
             ("row_stride", "width"),
         ),
         Case(
-            "fp8:quantise_kernel",
+            "fp8:quantize_kernel",
             {**rounds, **dict.fromkeys(tables, "*i32")},
             sizes,
             ("row_stride", "width"),
         ),
         Case(
-            "fp8:quantise_kernel",
+            "fp8:quantize_kernel",
             {**rounds, **dict.fromkeys(tables, "*i32")},
             {**sizes, "ACT": SWIGLU_ACT},
             ("row_stride", "width"),

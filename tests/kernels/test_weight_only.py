@@ -23,7 +23,7 @@ from moeserve.kernels.grouped_weight_only import (
     launch_narrow_of,
     pack_int4,
 )
-from moeserve.ops.quantised import E2M1, Quantised, quantise
+from moeserve.ops.quantized import E2M1, Quantized, quantize
 from tests.kernels.aot import Case, compile_all, sorted_before
 from tests.kernels.device import DEVICE
 from tools.gpu.references import down_reference, gate_up_reference, widen_narrow
@@ -100,11 +100,11 @@ def test_products_example() -> None:
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_packed_weights_mean_what_quantised_ones_do(group: int) -> None:
+def test_packed_weights_mean_what_quantized_ones_do(group: int) -> None:
     random = torch.Generator().manual_seed(group)
-    into = Quantised.empty("int4", group, False, torch.bfloat16, (2, 5, 256))
+    into = Quantized.empty("int4", group, False, torch.bfloat16, (2, 5, 256))
     for expert in range(2):
-        quantise(torch.randn(5, 256, generator=random), into[expert], "w")
+        quantize(torch.randn(5, 256, generator=random), into[expert], "w")
     packed = pack_int4(into.values, into.scales, None, group)
     assert packed.values.shape == (2, 5, 128)
     meant = (into.values.double() - 8) * into.scales.double().repeat_interleave(group, -1)

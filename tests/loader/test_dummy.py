@@ -19,7 +19,7 @@ from moeserve.loader.weights import Params
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
 from moeserve.runner.cpu import CPUModelRunner
-from tests.quantised_checkpoints import FORMS, dequantised
+from tests.quantized_checkpoints import FORMS, dequantized
 from tests.runner.harness import written
 
 
@@ -86,7 +86,7 @@ def test_a_model_without_weights_answers(config_only: Path, stored: Any, quantiz
 
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.rows == 1])
 def test_any_format_is_imagined(name: str, config_only: Path) -> None:
-    """About as large as weights that are not quantised, and of all values."""
+    """About as large as weights that are not quantized, and of all values."""
     config = json.loads((config_only / "config.json").read_text())
     (config_only / "config.json").write_text(
         json.dumps(config | {"quantization_config": FORMS[name].config})
@@ -100,7 +100,7 @@ def test_any_format_is_imagined(name: str, config_only: Path) -> None:
         router = params.pop("layers.0.router")
     assert isinstance(router, torch.Tensor)
     assert w13.kind == FORMS[name].kind
-    assert dequantised(w13).std() == pytest.approx(w13.shape[-1] ** -0.5, rel=0.1)
+    assert dequantized(w13).std() == pytest.approx(w13.shape[-1] ** -0.5, rel=0.1)
     assert len(w13.values.unique()) >= 15
 
 
@@ -115,7 +115,7 @@ def test_what_is_asked_for_is_there_without_rounding(
     parts: dict[str, Any] = {"device": "meta", "quantize_to": asked, "reader": RandomReader}
     with Params(dummy_checkpoint(config_only, plan), plan, torch.bfloat16, **parts) as params:
         expected = [params.pop(name) for name in names]
-    monkeypatch.setattr(weights, "quantisation_of", None)
+    monkeypatch.setattr(weights, "quantization_of", None)
     parts["device"] = "cpu"
     with Params(
         dummy_checkpoint(config_only, plan, quantize_to=asked), plan, torch.bfloat16, **parts
@@ -131,7 +131,7 @@ def test_what_is_asked_for_is_there_without_rounding(
             assert [(a.shape, a.dtype) for a in ours.parts] == [
                 (b.shape, b.dtype) for b in theirs.parts
             ]
-            assert dequantised(ours).std() == pytest.approx(ours.shape[-1] ** -0.5, rel=0.1)
+            assert dequantized(ours).std() == pytest.approx(ours.shape[-1] ** -0.5, rel=0.1)
             assert len(ours.values.unique()) >= 15
         assert isinstance(params.pop("layers.0.router"), torch.Tensor)
 

@@ -23,7 +23,7 @@ from moeserve.loader.stored_format import GGML_FORMATS, common_format
 from moeserve.loader.weights import empty_weight
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
-from moeserve.ops.quantised import Quantised, dequantised
+from moeserve.ops.quantized import Quantized, dequantized
 from tests.gguf_files import KINDS, random_blocks
 
 HALVES = {
@@ -91,7 +91,7 @@ def parameter(
     into = empty_weight(
         checkpoint, Param("qkv", tensor.shape), pieces, torch.float32, torch.device("cpu")
     )
-    if isinstance(into, Quantised):
+    if isinstance(into, Quantized):
         fill(read_blocks(tensor, (), read), into)
     return into, torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
 
@@ -102,13 +102,13 @@ def test_a_parameter_means_the_same(kind: str, others: tuple[str, ...]) -> None:
     """In its own kind, and in the int8 that types have in common. Zeros may lose their sign."""
     into, expected = parameter(kind, "auto", *others)
     assert into.activations == "int8"
-    assert torch.equal(dequantised(into), expected)
+    assert torch.equal(dequantized(into), expected)
     floats, _ = parameter(kind, "float", *others)
     if any(GGML_FORMATS[name].mins for name in (kind, *others)):
         assert isinstance(floats, Tensor), "widened"
     else:
         assert (floats.activations, floats.scale_dtype, floats.bits) == ("float", torch.float32, 0)
-        assert torch.equal(dequantised(floats), expected)
+        assert torch.equal(dequantized(floats), expected)
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")

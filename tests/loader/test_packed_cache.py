@@ -33,7 +33,7 @@ from moeserve.ops.native_layer import Allocate, allocate_new
 from moeserve.ops.pick import pick_ops
 from tests.comm.board import Board, BoardTensor
 from tests.moe.contract.backends import facts_of
-from tests.quantised_checkpoints import FORMS, write_quantised
+from tests.quantized_checkpoints import FORMS, write_quantized
 
 module: Any = native()
 pytestmark = pytest.mark.skipif(
@@ -475,15 +475,15 @@ def test_each_rank_finds_its_share(
 
 
 @pytest.mark.parametrize(("name", "asked"), [("qwen2_moe", "int8"), ("qwen3_moe", "int4")])
-def test_weights_that_are_quantised_on_load(
+def test_weights_that_are_quantized_on_load(
     name: str, asked: str, make_checkpoint: Any, tmp_path: Path
 ) -> None:
     check(make_checkpoint(name).path, tmp_path / "cache", torch.bfloat16, 4, 2, asked)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_that_are_stored_quantised(form: str, make_checkpoint: Any, tmp_path: Path) -> None:
-    path, _ = write_quantised(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
+def test_weights_that_are_stored_quantized(form: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    path, _ = write_quantized(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
     check(path, tmp_path / "cache", torch.bfloat16, 2, 2)
 
 

@@ -15,15 +15,15 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.fields import Fields
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
-from moeserve.loader.quantisation import read_stored_formats
+from moeserve.loader.quantization import read_stored_formats
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import Reader
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
-from moeserve.ops import quantised
-from moeserve.ops.quantised import Quantised
+from moeserve.ops import quantized
+from moeserve.ops.quantized import Quantized
 from tests.loader.eager import load
-from tests.quantised_checkpoints import FORMS, Form, dequantised, stored, write_quantised
+from tests.quantized_checkpoints import FORMS, Form, dequantized, stored, write_quantized
 
 ALL = slice(None)
 E = 3
@@ -35,14 +35,14 @@ I = 40  # noqa: E741
 def test_parameters_are_exactly_what_they_mean(
     form: str, make_checkpoint: Any, tmp_path: Path
 ) -> None:
-    paths = write_quantised(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
+    paths = write_quantized(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
     found, expected = (everything(path) for path in paths)
     assert found["layers.0.w13"].kind == found["layers.0.qkv"].kind == FORMS[form].kind
     for name, param in expected.items():
         got = found[name]
-        if isinstance(got, Quantised):
-            assert torch.equal(quantised.dequantised(got), dequantised(got)), name
-            got = dequantised(got)
+        if isinstance(got, Quantized):
+            assert torch.equal(quantized.dequantized(got), dequantized(got)), name
+            got = dequantized(got)
         assert torch.equal(got, param), name
 
 
@@ -67,7 +67,7 @@ def test_a_share_of_the_rows_is_that_of_the_whole(form: str, tmp_path: Path) -> 
         LoadPlan((Param("w2", (24, 64)),), pieces),
         torch.float32,
     )["w2"]
-    assert torch.equal(dequantised(found), torch.cat((meaning_NK[5:23], meaning_NK[1:40:7])))
+    assert torch.equal(dequantized(found), torch.cat((meaning_NK[5:23], meaning_NK[1:40:7])))
 
 
 FUSED = {
@@ -118,9 +118,9 @@ def test_fused_experts_with_gate_and_up_by_turns(kind: str, tmp_path: Path) -> N
     )
     checkpoint = open_checkpoint(tmp_path, [wanted])
     found = load(checkpoint, LoadPlan(params, tuple(pieces)), torch.float32)
-    assert torch.equal(dequantised(found["w13"]), halves)
+    assert torch.equal(dequantized(found["w13"]), halves)
     assert torch.equal(
-        dequantised(found["one.w13"])[0], torch.cat((halves[2, :5], halves[2, I : I + 5]))
+        dequantized(found["one.w13"])[0], torch.cat((halves[2, :5], halves[2, I : I + 5]))
     )
     assert torch.equal(found["wide"], halves[1, I:])
     assert len(list(Reader(checkpoint).jobs(pieces[0], found["w13"]))) == E, (
@@ -145,7 +145,7 @@ def test_blocks_of_scales_turn_with_their_values(tmp_path: Path) -> None:
     )
     checkpoint = open_checkpoint(tmp_path, [StoredFormat(kind="fp8", rows=16, group=32)])
     found = load(checkpoint, LoadPlan((Param("w2", (2, 62, D + 8)),), pieces), torch.float32)
-    assert torch.equal(dequantised(found["w2"]), meaning_EFD[1:, 9:71])
+    assert torch.equal(dequantized(found["w2"]), meaning_EFD[1:, 9:71])
 
 
 def test_several_formats_in_a_checkpoint(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_several_formats_in_a_checkpoint(tmp_path: Path) -> None:
     found = load(open_checkpoint(tmp_path, formats), LoadPlan(params, pieces), torch.float32)
     for name, meaning in meanings.items():
         got = found[f"{name}.down"]
-        assert torch.equal(dequantised(got) if isinstance(got, Quantised) else got, meaning), name
+        assert torch.equal(dequantized(got) if isinstance(got, Quantized) else got, meaning), name
     with pytest.raises(CheckpointError, match=r"targets has the pattern 're:\('"):
         open_checkpoint(
             tmp_path, [StoredFormat(kind="int8", layout="words", targets=("re:(",)), *formats]
@@ -327,7 +327,7 @@ CHANGES: list[tuple[str, Change, str]] = [
 def test_what_does_not_fit_is_named(
     form: str, change: Change, message: str, make_checkpoint: Any, tmp_path: Path
 ) -> None:
-    path, _ = write_quantised(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
+    path, _ = write_quantized(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors")
@@ -338,7 +338,7 @@ def test_what_does_not_fit_is_named(
 
 def test_biases_of_zeros_are_none(make_checkpoint: Any, tmp_path: Path) -> None:
     """Biases that the model has are read."""
-    path, _ = write_quantised(make_checkpoint("qwen2_moe").path, tmp_path, FORMS["int4, gptq"])
+    path, _ = write_quantized(make_checkpoint("qwen2_moe").path, tmp_path, FORMS["int4, gptq"])
     tensors = load_file(path / "model.safetensors")
     zeros = dict.fromkeys(
         [Q[:-7] + "o_proj.bias", "model.layers.0.mlp.experts.1.up_proj.bias"],
@@ -352,7 +352,7 @@ def test_biases_of_zeros_are_none(make_checkpoint: Any, tmp_path: Path) -> None:
 
 
 def test_scales_of_a_cache_in_8_bits_are_not_needed(make_checkpoint: Any, tmp_path: Path) -> None:
-    path, _ = write_quantised(
+    path, _ = write_quantized(
         make_checkpoint("qwen3_moe").path, tmp_path, FORMS["fp4, nvfp4 of ModelOpt"]
     )
     tensors = load_file(path / "model.safetensors")

@@ -29,7 +29,7 @@ from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import GroupInputs, LayerCache, Positions, StepInputs
 from moeserve.ops.native import native
 from moeserve.ops.pick import pick_ops
-from moeserve.ops.quantised import QuantizeTo
+from moeserve.ops.quantized import QuantizeTo
 from moeserve.ops.table import Choice, Ops
 from moeserve.runner.kv_cache import block_shape
 from tests.families import FAMILIES as FAMILIES

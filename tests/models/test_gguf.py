@@ -84,7 +84,7 @@ def test_a_file_in_16_bits_has_its_dtype(kind: str, make_checkpoint: Any, tmp_pa
     "kinds",
     [*((kind,) for kind in KINDS), KINDS, ("Q4_0", "Q8_0", "Q6_K", "MXFP4"), ("Q8_0", "F32")],
 )
-def test_quantised_weights_mean_what_ggml_says(
+def test_quantized_weights_mean_what_ggml_says(
     kinds: tuple[str, ...], make_checkpoint: Any, tmp_path: Path
 ) -> None:
     """Types that are mixed within a product are computed as int8. Rows in int8 are near those of
@@ -111,7 +111,7 @@ def test_quantised_weights_mean_what_ggml_says(
 @pytest.mark.parametrize(
     "name", ["gpt_oss", "deepseek_v3", "mixtral", "granite_moe_shared", "qwen2_moe"]
 )
-def test_quantised_families(name: str, make_checkpoint: Any, tmp_path: Path) -> None:
+def test_quantized_families(name: str, make_checkpoint: Any, tmp_path: Path) -> None:
     """Biases, a split kv_b with rows of 32, rows in pairs; and a tied head, which has a weight of
     its own.
     """

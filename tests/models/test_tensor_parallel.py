@@ -29,7 +29,7 @@ from tests.comm.board import Board, BoardTensor
 from tests.comm.ranks import members_of, together
 from tests.loader.eager import load
 from tests.moe.contract.backends import facts_of
-from tests.quantised_checkpoints import FORMS, write_quantised
+from tests.quantized_checkpoints import FORMS, write_quantized
 
 from .conftest import FAMILIES, FEW, Driver, carry_out
 
@@ -291,7 +291,7 @@ def test_impossible_sizes_are_refused_with_the_possible_ones(
     ("name", "asked"), [("qwen3_moe", "int4"), ("qwen2_moe", "int8"), ("llama", "int4")]
 )
 @pytest.mark.parametrize("tp", [2, 4])
-def test_weights_that_are_quantised_on_load(
+def test_weights_that_are_quantized_on_load(
     name: str, asked: str, tp: int, make_checkpoint: Any
 ) -> None:
     check(make_checkpoint(name).path, torch.bfloat16, tp, asked=asked)
@@ -301,12 +301,12 @@ def test_weights_that_are_quantised_on_load(
 @pytest.mark.parametrize(
     "form", ["int8", "int4 with zero points", "fp8 in blocks", "fp8 in small blocks"]
 )
-def test_weights_that_are_stored_quantised(form: str, make_checkpoint: Any, tmp_path: Path) -> None:
+def test_weights_that_are_stored_quantized(form: str, make_checkpoint: Any, tmp_path: Path) -> None:
     """Shares of outputs begin anywhere in blocks and in words of zero points; the last one is
     filled up.
     """
     source = make_checkpoint(
         "qwen3_moe", hidden_size=70, intermediate_size=90, mlp_only_layers=[1]
     ).path
-    quantised, _ = write_quantised(source, tmp_path, FORMS[form])
-    check(quantised, torch.bfloat16, 4)
+    quantized, _ = write_quantized(source, tmp_path, FORMS[form])
+    check(quantized, torch.bfloat16, 4)

@@ -17,7 +17,7 @@ from moeserve.loader.load_plan import is_packed
 from moeserve.loader.weights import Params
 from moeserve.models.load_plan import load_plan
 from moeserve.ops.native import native
-from moeserve.ops.quantised import Quantised
+from moeserve.ops.quantized import Quantized
 from tests.gguf_files import KINDS, matrices, write_gguf
 
 from .conftest import FAMILIES, Driver
@@ -33,7 +33,7 @@ KERNELS = ["torch", pytest.param("native", marks=needs_native)]
 
 def other(value: Any) -> Any:
     """Return the same rows, or experts, in another order."""
-    if isinstance(value, Quantised):
+    if isinstance(value, Quantized):
         return value.each(lambda part: part.roll(1, 0))
     return value.roll(1, 0).clone()
 
@@ -103,7 +103,7 @@ def test_every_type_of_ggml(
     driver = Driver(file, activations=activations)
     params = params_of(file, driver, activations=activations)
     if activations == "auto":  # types with minima are widened for rows of floats
-        assert any(isinstance(value, Quantised) for value in params.values())
+        assert any(isinstance(value, Quantized) for value in params.values())
     driver.model.weight_slots.write({key: other(value) for key, value in params.items()})
     expected = logits(Driver(file, activations=activations, change=change_all), "a")
     assert torch.equal(logits(driver, "a"), expected)

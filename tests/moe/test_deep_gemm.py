@@ -36,9 +36,9 @@ from moeserve.ops.rules import Activation
 from moeserve.ops.triton_weights import W8A8
 from tests.kernels.device import DEVICE
 from tests.moe.test_triton_experts import D, E, I, _as_on_a_gpu, weights
-from tests.quantised_checkpoints import FORMS, write_quantised
-from tests.runner.test_quantised import load
-from tools.gpu.references import quantise_reference
+from tests.quantized_checkpoints import FORMS, write_quantized
+from tests.runner.test_quantized import load
+from tools.gpu.references import quantize_reference
 from tools.record_deepgemm import bound
 
 assert _as_on_a_gpu  # for all tests here, too
@@ -191,7 +191,7 @@ def test_rows_of_both_layouts(
 def slotted(x_eCD: Tensor) -> tuple[Tensor, Tensor]:
     """Return fp8 rows as DeepEP's kernels do, with transposed scales."""
     values, scales = (
-        part.unflatten(0, x_eCD.shape[:2]) for part in quantise_reference(x_eCD.flatten(0, 1))
+        part.unflatten(0, x_eCD.shape[:2]) for part in quantize_reference(x_eCD.flatten(0, 1))
     )
     return values, scales.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -445,7 +445,7 @@ def test_a_model_is_refused_or_served_without_it(
     ).path
     with pytest.raises(ConfigError, match="deep_gemm takes experts in e4m3 blocks"):
         load(path, kernels="deep_gemm")
-    stored, _ = write_quantised(path, tmp_path, FORMS["fp8 in blocks"])
+    stored, _ = write_quantized(path, tmp_path, FORMS["fp8 in blocks"])
     with pytest.raises(ConfigError, match="deep_gemm cannot be imported"):
         load(stored, kernels="deep_gemm")
     with caplog.at_level(logging.DEBUG, "moeserve.models.build"):

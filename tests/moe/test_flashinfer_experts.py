@@ -45,8 +45,8 @@ from moeserve.ops.rules import RouterRule
 from moeserve.ops.triton_ops import triton_table
 from tests.kernels.device import DEVICE
 from tests.moe.test_triton_experts import D, E, I, _as_on_a_gpu, weights
-from tests.quantised_checkpoints import FORMS, write_quantised
-from tests.runner.test_quantised import load
+from tests.quantized_checkpoints import FORMS, write_quantized
+from tests.runner.test_quantized import load
 
 assert _as_on_a_gpu  # for all tests here, too
 RELEASES: dict[str, dict[str, str]] = json.loads(
@@ -419,7 +419,7 @@ def test_a_model_is_refused_or_served_without_it(
     ).path
     with pytest.raises(ConfigError, match="flashinfer cannot be imported"):
         load(path, kernels="flashinfer")
-    stored, _ = write_quantised(path, tmp_path, FORMS["fp8 in blocks"])
+    stored, _ = write_quantized(path, tmp_path, FORMS["fp8 in blocks"])
     with pytest.raises(ConfigError, match="flashinfer cannot be imported"):
         load(stored, kernels="flashinfer")
     with caplog.at_level(logging.DEBUG, "moeserve.models.build"):

@@ -25,14 +25,14 @@ from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import RowContext
-from moeserve.ops.quantised import Quantised, Weight, quantisation_of
+from moeserve.ops.quantized import Quantized, Weight, quantization_of
 from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 from moeserve.ops.triton_ops import triton_table
 from moeserve.ops.triton_weights import W8A8, obstacle
 from tests.kernels.device import DEVICE
 from tests.kernels.interpreted import ordered_dots, rounding_to_nearest
-from tests.quantised_checkpoints import dequantised
-from tools.gpu.references import act_mul_reference, quantise_reference, widen
+from tests.quantized_checkpoints import dequantized
+from tools.gpu.references import act_mul_reference, quantize_reference, widen
 
 E = 4
 D = 128
@@ -62,10 +62,10 @@ def weight(kind: str, *shape: int, seed: int = 0) -> Weight:
     if kind == "plain":
         return plain.to(DEVICE)
     if kind in ("int4", "int8"):
-        quantised, jobs = quantisation_of(plain.to(DEVICE), kind, "w")
+        quantized, jobs = quantization_of(plain.to(DEVICE), kind, "w")
         for job in jobs:
             job()
-        return quantised
+        return quantized
     word = kind.split()[0]
     rows = 128 if kind.endswith("blocks") else 1
     groups = {
@@ -77,7 +77,7 @@ def weight(kind: str, *shape: int, seed: int = 0) -> Weight:
     }
     group = groups.get(kind, 0)
     into = replace(
-        Quantised.empty(word, group, "zeros" in kind, torch.float32, shape, DEVICE), rows=rows
+        Quantized.empty(word, group, "zeros" in kind, torch.float32, shape, DEVICE), rows=rows
     )  # type: ignore[arg-type]
     into.values.copy_(torch.randint(0, 16 if word.endswith("4") else 127, shape, generator=random))
     scales = (
@@ -112,7 +112,7 @@ def run(packed: Any, x_PD: Tensor, counts: list[int], activation: Activation = S
 
 
 def rounded(x: Tensor) -> Tensor:
-    return widen(*quantise_reference(x)).float()
+    return widen(*quantize_reference(x)).float()
 
 
 @pytest.mark.full("kernels", keep=3)
@@ -124,7 +124,7 @@ def test_agrees_with_swiglu_in_any_company(kind: str) -> None:
     assert (packed.kernels is W8A8) == (kind == "fp8 in blocks")
     fit = rounded if packed.kernels is W8A8 else lambda x: x
     w13, w2 = (
-        part if isinstance(part, Tensor) else dequantised(part) for part in (w.w13_eFD, w.w2_eDI)
+        part if isinstance(part, Tensor) else dequantized(part) for part in (w.w13_eFD, w.w2_eDI)
     )
     x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     found = run(packed, x, counts)
@@ -202,7 +202,7 @@ def test_biases_and_activations(kind: str, activation: Activation) -> None:
     packed = TritonExperts().pack(w)
     fit = rounded if packed.kernels is W8A8 else lambda x: x
     w13, w2 = (
-        part if isinstance(part, Tensor) else dequantised(part) for part in (w.w13_eFD, w.w2_eDI)
+        part if isinstance(part, Tensor) else dequantized(part) for part in (w.w13_eFD, w.w2_eDI)
     )
     x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     found = run(packed, x, counts, activation)

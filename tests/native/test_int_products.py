@@ -1,4 +1,4 @@
-"""Products of quantised weights with rows rounded to int8: the bits of the scalar reference on
+"""Products of quantized weights with rows rounded to int8: the bits of the scalar reference on
 every instruction set, alone and in company, for every packed form."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
-from moeserve.ops.quantised import E2M1, IQ4_NL, Quantised, dequantised
+from moeserve.ops.quantized import E2M1, IQ4_NL, Quantized, dequantized
 
 _native: Any = native()
 pytestmark = pytest.mark.skipif(_native is None, reason="no native kernels")
@@ -52,7 +52,7 @@ def isas() -> Iterator[list[str]]:
     _native.use_isa(before)
 
 
-def weight_of(form: str, columns: int, depth: int, dtype: torch.dtype) -> Quantised:
+def weight_of(form: str, columns: int, depth: int, dtype: torch.dtype) -> Quantized:
     """A random weight with extremes among its values, and a row of zeros."""
     kind, group, bits, with_zeros, with_mins, with_supers, scale_dtype, low, high = FORMS[form]
     values = torch.randint(low, high + 1, (columns, depth))
@@ -76,7 +76,7 @@ def weight_of(form: str, columns: int, depth: int, dtype: torch.dtype) -> Quanti
         mins = mins if with_mins else None
     zeros = torch.randint(0, 16, scales.shape).float() if with_zeros else None
     values = values.to(torch.int8 if kind == "int8" else torch.uint8)
-    return Quantised(
+    return Quantized(
         kind=kind,
         group=group,
         dtype=dtype,
@@ -91,7 +91,7 @@ def weight_of(form: str, columns: int, depth: int, dtype: torch.dtype) -> Quanti
     )
 
 
-def reference(weight: Quantised, x_MK: Tensor) -> Tensor:
+def reference(weight: Quantized, x_MK: Tensor) -> Tensor:
     """The scalar product, with whole numbers for the values."""
     w, (columns, depth) = weight, weight.shape
     numbers = w.values.float()
@@ -149,7 +149,7 @@ def test_products_are_near_those_of_floats(form: str) -> None:
     torch.manual_seed(3)
     weight = weight_of(form, 64, 512, FP32)
     x_MK = torch.randn(5, 512)
-    w_NK = dequantised(weight).double()
+    w_NK = dequantized(weight).double()
     steps_MK = x_MK.view(5, -1, 32).abs().amax(-1).repeat_interleave(32, 1).double() / 127
     bound = 0.5001 * steps_MK @ w_NK.abs().T + 1e-3
     assert ((NativeLinear(weight)(x_MK).double() - x_MK.double() @ w_NK.T).abs() <= bound).all()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import LAYOUT, allocate_new, pack, packing_of
-from moeserve.ops.quantised import Quantised
+from moeserve.ops.quantized import Quantized
 
 module: Any = native()
 pytestmark = pytest.mark.skipif(
@@ -96,14 +96,14 @@ def test_another_layout_needs_another_number() -> None:
     w_NK = (torch.arange(19 * 40).view(19, 40) % 251).to(torch.uint8)
     scales = torch.arange(19.0).unsqueeze(1)
     weights = [w_NK.float(), w_NK.bfloat16(), w_NK.half()]
-    weights += [Quantised(kind, 0, torch.bfloat16, w_NK, scales) for kind in ("int8", "fp8")]
+    weights += [Quantized(kind, 0, torch.bfloat16, w_NK, scales) for kind in ("int8", "fp8")]
     weights += [
-        Quantised("int4", 32, torch.bfloat16, w_NK % 16, scales.repeat(1, 2), zeros)
+        Quantized("int4", 32, torch.bfloat16, w_NK % 16, scales.repeat(1, 2), zeros)
         for zeros in (None, scales.repeat(1, 2))
     ]
-    weights += [Quantised("fp4", 32, torch.bfloat16, w_NK % 16, scales.repeat(1, 2))]
+    weights += [Quantized("fp4", 32, torch.bfloat16, w_NK % 16, scales.repeat(1, 2))]
     weights += [
-        Quantised(kind, 32, torch.bfloat16, w_NK, scales.repeat(1, 2)) for kind in ("int8", "fp8")
+        Quantized(kind, 32, torch.bfloat16, w_NK, scales.repeat(1, 2)) for kind in ("int8", "fp8")
     ]
     sums = []
     for weight in weights:

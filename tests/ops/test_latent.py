@@ -15,7 +15,7 @@ from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeHeads, NativeLinear
 from moeserve.ops.pick import pick_ops
 from moeserve.ops.probe import host_step
-from moeserve.ops.quantised import Quantised
+from moeserve.ops.quantized import Quantized
 from moeserve.ops.table import Ops
 
 SIZE = 16  # tokens of a block
@@ -132,7 +132,7 @@ def test_products_of_heads(heads: int, width: int, depth: int, dtype: torch.dtyp
 @pytest.mark.skipif(not native_rows.AVAILABLE, reason="needs the compiled extension")
 @pytest.mark.parametrize(("kind", "group"), [("int8", 0), ("int4", 32), ("fp8", 64), ("fp8", 0)])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_native_products_of_quantised_heads_are_those_of_linear_layers(
+def test_native_products_of_quantized_heads_are_those_of_linear_layers(
     kind: Any, group: int, threads: int
 ) -> None:
     heads = 3
@@ -140,7 +140,7 @@ def test_native_products_of_quantised_heads_are_those_of_linear_layers(
     depth = 192
     module: Any = native()
     module.set_threads([-1] * threads)
-    weight = Quantised.empty(kind, group, False, torch.bfloat16, (heads, width, depth))
+    weight = Quantized.empty(kind, group, False, torch.bfloat16, (heads, width, depth))
     weight.values.copy_(torch.randint(0, 15 if kind == "int4" else 120, weight.shape))
     weight.scales.copy_(random(*weight.scales.shape, seed=3).abs())
     x = random(70, heads, depth, dtype=torch.bfloat16)

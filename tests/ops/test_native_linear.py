@@ -17,7 +17,7 @@ from moeserve.ops.native_layer import NativeLinear
 from moeserve.ops.native_rows import TYPES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-QUANTISED = [  # kind, inputs of a group, whether there are zero points
+QUANTIZED = [  # kind, inputs of a group, whether there are zero points
     ("int8", 0, False),
     ("int4", 32, False),
     ("int4", 64, True),
@@ -172,7 +172,7 @@ def test_refuses_other_dtypes(dtype: torch.dtype) -> None:
         NativeLinear(torch.ones(16, 16).to(dtype))
 
 
-def quantised(
+def quantized(
     kind: str, n: int, k: int, group: int, zeros: bool
 ) -> tuple[Any, Tensor, Tensor, Tensor]:
     """(packing, packed bytes, the weights [n, k] as the chains see them, scales [n, groups])."""
@@ -209,13 +209,13 @@ def quantised(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kind", "group", "zeros"), QUANTISED)
-def test_quantised_weights(
+@pytest.mark.parametrize(("kind", "group", "zeros"), QUANTIZED)
+def test_quantized_weights(
     kind: str, group: int, zeros: bool, dtype: torch.dtype, threads: int, isa: str
 ) -> None:
     """The chain times the column's scale, or a chain per group, scaled sums added in order."""
     for k, n in ((200, 40), (321, 17)):
-        packing, packed, weights, scales = quantised(kind, n, k, group, zeros)
+        packing, packed, weights, scales = quantized(kind, n, k, group, zeros)
         x = values(50, k, seed=k, dtype=dtype)
         expected = torch.zeros(50, n, dtype=torch.float64)
         for g in range(scales.shape[1]):

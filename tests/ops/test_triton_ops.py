@@ -9,7 +9,7 @@ import torch
 
 from moeserve.errors import ConfigError
 from moeserve.ops.pick import pick_ops
-from moeserve.ops.quantised import Quantised
+from moeserve.ops.quantized import Quantized
 from moeserve.ops.triton_ops import pack_exact, pack_fast
 from tests.kernels.device import DEVICE
 from tests.specs import make_spec
@@ -71,13 +71,13 @@ def test_a_part_of_a_larger_weight_is_copied() -> None:
     )
 
 
-def test_a_quantised_weight_is_a_product_of_one_slot() -> None:
+def test_a_quantized_weight_is_a_product_of_one_slot() -> None:
     """The product is right for any number of strided rows, with both kernel tables."""
-    quantised = Quantised(
+    quantized = Quantized(
         "int8", 0, torch.float32, torch.ones(1, 64, dtype=torch.int8), torch.full((1, 1), 0.25)
     ).each(lambda part: part.to(DEVICE))
     x = torch.ones(40, 128, device=DEVICE)[:, :64]
     for pack in (pack_exact, pack_fast):
-        product = pack(quantised, torch.full((1,), 5.0, device=DEVICE))
+        product = pack(quantized, torch.full((1,), 5.0, device=DEVICE))
         for rows in (0, 1, 17, 40):
             assert product(x[:rows]).tolist() == [[21.0]] * rows

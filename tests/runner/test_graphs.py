@@ -30,7 +30,7 @@ from moeserve.models.spec import ModelSpec
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import LayerCache, StepInputs
 from moeserve.ops.pick import pick_ops
-from moeserve.ops.quantised import quantisation_of
+from moeserve.ops.quantized import quantization_of
 from moeserve.runner import base, gpu, recorder, triton_inputs
 from moeserve.runner.base import DeviceProperties
 from moeserve.runner.cpu import CPUModelRunner, host_memory
@@ -88,7 +88,7 @@ class ByTriton(OnHere):  # type: ignore[misc]
         params["embed"][0] = torch.nan
         for name in params:
             if name.startswith("layers.0.") and name.rpartition(".")[2] in LINEAR_KINDS:
-                params[name], rounding = quantisation_of(params[name], "int8", name)
+                params[name], rounding = quantization_of(params[name], "int8", name)
                 for job in rounding:
                     job()
         self.model = build_decoder(

@@ -24,7 +24,7 @@ from moeserve.ops.native import native
 from moeserve.runner import cpu, load
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.limits import MemoryFacts
-from tests.quantised_checkpoints import FORMS, write_quantised
+from tests.quantized_checkpoints import FORMS, write_quantized
 from tests.runner.engines import Group, alone
 from tests.runner.harness import Request, greedy, written
 
@@ -71,7 +71,7 @@ def test_a_second_start_reads_nothing_and_computes_the_same(
         name = "qwen3_moe"  # all of whose layers have multiples of 32 inputs
     path = make_checkpoint(name, tie_word_embeddings=name == "granite_moe").path
     if case.startswith("stored"):
-        path, _ = write_quantised(path, tmp_path, FORMS[case.removeprefix("stored ")])
+        path, _ = write_quantized(path, tmp_path, FORMS[case.removeprefix("stored ")])
     expected = run(path, quantization=asked)
     settings = {"quantization": asked, "packed_cache": str(tmp_path / "cache")}
     same(run(path, **settings), expected)

@@ -19,7 +19,7 @@ from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import align, combine
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.configs import facts_of
-from moeserve.kernels.fp8 import E4M3, quantise
+from moeserve.kernels.fp8 import E4M3, quantize
 from moeserve.kernels.grouped_fp8 import Scaled, gate_up_fp8, launch_fp8_of
 from moeserve.kernels.grouped_gemm import launch_of
 from moeserve.kernels.grouped_weight_only import (
@@ -41,7 +41,7 @@ from moeserve.ops import elementwise
 from moeserve.ops.inputs import RopeCacheInputs
 from moeserve.ops.rules import SWIGLU, RouterRule
 from tools.gpu import moe
-from tools.gpu import quantised as narrow
+from tools.gpu import quantized as narrow
 from tools.gpu.attention import KV_HEADS, step_of
 from tools.gpu.bench import Bench, error_of
 from tools.gpu.references import (
@@ -53,7 +53,7 @@ from tools.gpu.references import (
     gate_up_reference,
     linear_reference,
     logprobs_reference,
-    quantise_reference,
+    quantize_reference,
     rms_norm_reference,
     step_reference,
     widen,
@@ -174,7 +174,7 @@ def experts_fp8(bench: Bench) -> tuple[Tensor, Tensor, float]:
     values = torch.randn(shape.experts, 2 * shape.width, shape.dim, device=bench.device).to(E4M3)
     scales = torch.rand(shape.experts, 2 * shape.width // 128, groups, device=bench.device) / 64
     w13 = Scaled(values, scales)
-    x = Scaled(*quantise(batch.x))
+    x = Scaled(*quantize(batch.x))
     config = launch_fp8_of(
         batch.ids.numel(), shape.experts, shape.width, shape.dim, facts_of(bench.device).name
     )
@@ -210,9 +210,9 @@ def experts_int4(bench: Bench) -> tuple[Tensor, Tensor, float]:
     return found, moe.reference(batch, moe.Weights(widen_narrow(w13), widen_narrow(w2))), PRODUCT
 
 
-def quantised(bench: Bench) -> tuple[Tensor, Tensor, float]:
+def quantized(bench: Bench) -> tuple[Tensor, Tensor, float]:
     x = bench.random(size(bench, 300, 3), size(bench, 2048, 256))
-    return widen(*quantise(x)), widen(*quantise_reference(x)), 1e-3  # ties may round differently
+    return widen(*quantize(x)), widen(*quantize_reference(x)), 1e-3  # ties may round differently
 
 
 def decoded(bench: Bench, invariant: bool) -> tuple[Tensor, Tensor, float]:
@@ -370,7 +370,7 @@ CHECKS: Mapping[str, Check] = {
     "linear": dense, "route": routed, "align": aligned, "combine": combined,
     "moe 1": partial(experts, tokens=1), "moe 100": partial(experts, tokens=100),
     "moe 4096": partial(experts, tokens=4096), "moe w8a8": experts_fp8, "moe int4": experts_int4,
-    "quantise": quantised, "decode": partial(decoded, invariant=True),
+    "quantize": quantized, "decode": partial(decoded, invariant=True),
     "decode fast": partial(decoded, invariant=False), "prefill": partial(prefilled, invariant=True),
     "prefill fast": partial(prefilled, invariant=False), "mla": latent, "qk norm": rotated,
     "logprobs": logged, "sample": sampled, "penalties": penalised, "staged": staged, "step": filled,
@@ -378,7 +378,7 @@ CHECKS: Mapping[str, Check] = {
 }  # fmt: skip
 UNFIT_FOR_SMOKE = (
     "moe w8a8",
-    "quantise",
+    "quantize",
 )  # the interpreter rounds to e4m3 wrongly and has no products of it
 
 

@@ -20,7 +20,7 @@ from moeserve.kernels import deep_gemm, flashinfer_moe
 from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import Alignment, align, combine
 from moeserve.kernels.configs import Config, facts_of
-from moeserve.kernels.fp8 import E4M3, quantise
+from moeserve.kernels.fp8 import E4M3, quantize
 from moeserve.kernels.grouped_fp8 import Scaled, down_fp8, gate_up_fp8, launch_fp8_of
 from moeserve.kernels.grouped_gemm import down, gate_up, launch_of
 from moeserve.kernels.grouped_weight_only import (
@@ -268,7 +268,7 @@ def fp8_case(bench: Bench, shape: Shape, tokens: int) -> Any:
         tokens * shape.top_k, shape.experts, shape.width, shape.dim, facts_of(bench.device).name
     )
     to = align(batch.ids, shape.experts, config["block_m"])
-    x = Scaled(*quantise(batch.x))
+    x = Scaled(*quantize(batch.x))
     out = bench.random(tokens * shape.top_k, shape.dim)
     run = lambda: down_fp8(gate_up_fp8(x, w13, to, config, shape.top_k), w2, to, config, out)  # noqa: E731
     candidates = {"w8a8": [run]}

@@ -16,7 +16,7 @@ from moeserve.kernels.grouped_fp8 import Scaled
 from moeserve.kernels.grouped_weight_only import Narrow
 from moeserve.kernels.inputs import StepArrays, StepWords
 from moeserve.ops import elementwise
-from moeserve.ops.quantised import E2M1
+from moeserve.ops.quantized import E2M1
 from moeserve.ops.rules import SWIGLU, Activation
 
 
@@ -51,7 +51,7 @@ def down_reference(h_NI: Tensor, w2_eDI: Tensor, to: Alignment) -> Tensor:
     return torch.cat(found).to(h_NI.dtype)
 
 
-def quantise_reference(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_reference(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     width = x_MK.shape[1]
     x_MGB = torch.unflatten(
         torch.nn.functional.pad(x_MK.float(), (0, -width % BLOCK)), 1, (-1, BLOCK)

@@ -21,7 +21,7 @@ from moeserve.ops.rules import SWIGLU, Activation
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of one layer's local experts: tensors, or Quantised if the kernel supports it."""
+    """The weights of one layer's local experts: tensors, or Quantized if the kernel supports it."""
 
     w13_eFD: Any  # gate rows, then up rows, [e, 2I, D]; without gates [e, I, D]
     w2_eDI: Any  # down projection, [e, D, I]

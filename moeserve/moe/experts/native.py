@@ -34,7 +34,7 @@ from moeserve.ops.native_layer import (
     packing_of,
 )
 from moeserve.ops.native_rows import TYPES, native_activation
-from moeserve.ops.quantised import Quantised, Weight
+from moeserve.ops.quantized import Quantized, Weight
 from moeserve.ops.rules import SWIGLU, Activation
 
 
@@ -134,7 +134,7 @@ class PackedNative:
 def _fill_all(packed: PackedNative, weights: ExpertWeights) -> None:
     """Pack all experts to `packed`."""
     w13_eFD = weights.w13_eFD
-    values = w13_eFD.values if isinstance(w13_eFD, Quantised) else w13_eFD
+    values = w13_eFD.values if isinstance(w13_eFD, Quantized) else w13_eFD
     # Dummy weights are views of one random expert (loader/dummy.py): pack it once, and copy.
     are_copies = weights.num_experts > 1 and values.stride(0) == 0
     for index in range(1 if are_copies else weights.num_experts):

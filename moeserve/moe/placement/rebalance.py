@@ -122,7 +122,7 @@ class Rebalancer:
         else:
             self.current = pending
             self.why = (
-                f"placement {pending.version} is active since {notice.took_s:.1f} s "
+                f"placement {pending.version} became active {notice.took_s:.1f} s "
                 "after it was proposed"
             )
             if notice.moved_bytes and notice.took_s > 0:

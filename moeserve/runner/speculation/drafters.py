@@ -24,7 +24,7 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
 from moeserve.models.mtp import build_mtp, mtp_load_plan, with_mtp
 from moeserve.models.spec import ModelSpec
-from moeserve.ops.quantised import QuantizeTo
+from moeserve.ops.quantized import QuantizeTo
 from moeserve.runner.limits import MemoryFacts
 from moeserve.runner.load import Shard, draft_params
 from moeserve.runner.speculation.base import Drafter

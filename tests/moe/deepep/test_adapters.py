@@ -38,7 +38,7 @@ from tests.comm.ranks import members_of, together
 from tests.moe.contract.test_contract import alone, batch, cases, experts, there_and_back
 from tests.moe.deepep import fake
 from tests.moe.deepep.ranks import LOCAL, MAX_TOKENS, NAMES, WIDTH, facts, joined, on_all, some
-from tests.quantised_checkpoints import dequantised
+from tests.quantized_checkpoints import dequantized
 from tests.runner.fake_cuda import ASKS
 
 WORLDS = [(name, ranks) for name in NAMES for ranks in (2, 3, 4)]
@@ -292,14 +292,14 @@ def test_rows_in_fp8_reach_the_product_as_they_travelled(name: str, width: int) 
     from tests.comm.host_memory import interpreting
     from tests.kernels.interpreted import ordered_dots, rounding_to_nearest
     from tests.moe.test_triton_experts import weight
-    from tools.gpu.references import quantise_reference, widen
+    from tools.gpu.references import quantize_reference, widen
 
     made = [weight("fp8 in blocks", LOCAL, *size) for size in ((256, width), (width, 128))]
-    w13, w2 = (dequantised(part).double() for part in made)
+    w13, w2 = (dequantized(part).double() for part in made)
 
     def defined(x: Tensor, expert: int) -> Tensor:
         gate, up = (x.double() @ w13[expert].T).chunk(2, 1)
-        return widen(*quantise_reference(gate * gate.sigmoid() * up)) @ w2[expert].T
+        return widen(*quantize_reference(gate * gate.sigmoid() * up)) @ w2[expert].T
 
     class InTurn(TritonExperts):
         def run(self, inbound: Inbound, weights: Any, out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Quantised weights: logits and greedy tokens are those of the model that has the rounded weights
+"""Quantized weights: logits and greedy tokens are those of the model that has the rounded weights
 in fp32.
 """
 
@@ -12,8 +12,8 @@ import torch
 
 from moeserve.loader.load_plan import LINEAR_KINDS
 from moeserve.ops.native import native
-from moeserve.ops.quantised import quantisation_of
-from tests.quantised_checkpoints import FORMS, dequantised, write_quantised
+from moeserve.ops.quantized import quantization_of
+from tests.quantized_checkpoints import FORMS, dequantized, write_quantized
 
 from .conftest import FEW, Driver
 
@@ -52,13 +52,13 @@ def same(got: Driver, expected: Driver) -> None:
 def test_a_stored_format_means_what_it_says(
     name: str, form: str, make_checkpoint: Any, tmp_path: Path
 ) -> None:
-    quantised, meaning = write_quantised(make_checkpoint(name).path, tmp_path, FORMS[form])
-    same(Driver(quantised), Driver(meaning))
+    quantized, meaning = write_quantized(make_checkpoint(name).path, tmp_path, FORMS[form])
+    same(Driver(quantized), Driver(meaning))
 
 
 @pytest.mark.parametrize("asked", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "granite_moe", "llama"])
-def test_quantised_on_load(name: str, asked: Any, make_checkpoint: Any) -> None:
+def test_quantized_on_load(name: str, asked: Any, make_checkpoint: Any) -> None:
     """The model whose linear layers were rounded before; and it is not the model that was not."""
     path = make_checkpoint(name).path
     got = Driver(path, asked=asked)
@@ -71,7 +71,7 @@ def test_quantised_on_load(name: str, asked: Any, make_checkpoint: Any) -> None:
 def meaning_of(params: dict[str, Any], asked: Any) -> None:
     for name in params:
         if name.rpartition(".")[2] in LINEAR_KINDS:
-            quantised, jobs = quantisation_of(params[name], asked, name)
+            quantized, jobs = quantization_of(params[name], asked, name)
             for job in jobs:
                 job()
-            params[name] = dequantised(quantised)
+            params[name] = dequantized(quantized)

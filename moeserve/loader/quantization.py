@@ -324,7 +324,7 @@ FormatReader = Callable[[Fields], list[StoredFormat]]
 WEIGHT_FORMATS: Registry[FormatReader] = Registry(
     "moeserve.weight_formats",
     {
-        method: f"moeserve.loader.quantisation:{reader}"
+        method: f"moeserve.loader.quantization:{reader}"
         for method, reader in {
             "compressed-tensors": "read_compressed",
             "fp8": "read_fp8",

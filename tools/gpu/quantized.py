@@ -1,4 +1,4 @@
-"""Check weights in 4 and 8 bits, from `Quantised` to products: their values and batch invariance.
+"""Check weights in 4 and 8 bits, from `Quantized` to products: their values and batch invariance.
 
 fp8 is in blocks of 128 x 128, for which experts also round rows to e4m3.
 """
@@ -16,11 +16,11 @@ from moeserve.kernels.align import align, combine
 from moeserve.kernels.fp8 import E4M3
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.triton import PackedTriton, TritonExperts
-from moeserve.ops.quantised import Quantised, dequantised
-from moeserve.ops.triton_ops import QuantisedLinear
+from moeserve.ops.quantized import Quantized, dequantized
+from moeserve.ops.triton_ops import QuantizedLinear
 from tools.gpu import moe
 from tools.gpu.bench import Bench
-from tools.gpu.references import quantise_reference, widen
+from tools.gpu.references import quantize_reference, widen
 
 KINDS = ("int4", "int8", "fp8", "fp4")
 PRODUCT = 1e-2
@@ -31,13 +31,13 @@ FEW = 1
 MANY = 700
 
 
-def weights(bench: Bench, kind: Any, *shape: int) -> Quantised:
+def weights(bench: Bench, kind: Any, *shape: int) -> Quantized:
     """Return random values with varying scales."""
     rows = 128 if kind == "fp8" else 1
     group = {"int4": 128, "fp4": 16, "fp8": 128}.get(kind, 0)
     group = 32 if bench.smoke and kind != "fp8" else group
     into = replace(
-        Quantised.empty(kind, group, kind == "int4", bench.dtype, shape, bench.device), rows=rows
+        Quantized.empty(kind, group, kind == "int4", bench.dtype, shape, bench.device), rows=rows
     )
     plain = torch.randn(shape, device=bench.device)
     if kind == "fp8":
@@ -65,8 +65,8 @@ def dense(bench: Bench, kind: str, rows: int) -> tuple[Tensor, Tensor, float]:
     bias = bench.random(width)
     w = weights(bench, kind, width, inner)
     return (
-        QuantisedLinear(w, bias)(x),
-        x.double() @ dequantised(w).double().T + bias.double(),
+        QuantizedLinear(w, bias)(x),
+        x.double() @ dequantized(w).double().T + bias.double(),
         PRODUCT,
     )
 
@@ -91,13 +91,13 @@ def experts(bench: Bench, kind: str, tokens: int) -> tuple[Tensor, Tensor, float
     batch = moe.batch_of(bench, shape, 3 if bench.smoke else tokens)
 
     def fit(x: Tensor) -> Tensor:
-        return widen(*quantise_reference(x)).float() if kind == "fp8" else x
+        return widen(*quantize_reference(x)).float() if kind == "fp8" else x
 
     wanted = torch.zeros_like(batch.x, dtype=torch.float32)
     for expert in torch.unique(batch.ids).tolist():
         rows, places = (batch.ids == expert).nonzero(as_tuple=True)
-        gate, up = (fit(batch.x[rows].float()) @ dequantised(w.w13_eFD[expert]).T).chunk(2, -1)
-        y = fit(torch.nn.functional.silu(gate) * up) @ dequantised(w.w2_eDI[expert]).T
+        gate, up = (fit(batch.x[rows].float()) @ dequantized(w.w13_eFD[expert]).T).chunk(2, -1)
+        y = fit(torch.nn.functional.silu(gate) * up) @ dequantized(w.w2_eDI[expert]).T
         wanted.index_add_(0, rows, batch.shares[rows, places, None] * y)
     return layer(packed, batch, shape), wanted, ROUNDED if kind == "fp8" else PRODUCT
 
@@ -118,7 +118,7 @@ def is_invariant(bench: Bench, kind: str) -> bool:
     """Return whether the first row alone has the same bits as in several batches."""
     sizes = (1, 3) if bench.smoke else (1, 2, 17, 65, 513, 4097)
     shape, _, packed = packed_experts(bench, kind)
-    linear = QuantisedLinear(weights(bench, kind, 320, shape.dim))
+    linear = QuantizedLinear(weights(bench, kind, 320, shape.dim))
     batch = moe.batch_of(bench, shape, sizes[-1])
     parts = [
         moe.Batch(*(part[:n].contiguous() for part in (batch.x, batch.ids, batch.shares)))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moeserve.ops.quantised import Quantised
+from moeserve.ops.quantized import Quantized
 
 LINEAR = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "put_linear.weight")
 
@@ -282,7 +282,7 @@ def stored(name: str, w_NK: Tensor, form: Form) -> tuple[dict[str, Tensor], Tens
     return parts, meaning
 
 
-def dequantised(weight: Quantised) -> Tensor:
+def dequantized(weight: Quantized) -> Tensor:
     """Return the values in fp32, computed element by element."""
     values = weight.values.view(torch.float8_e4m3fn) if weight.kind == "fp8" else weight.values
     values = E2M1[values.long()] if weight.kind == "fp4" else values
@@ -296,7 +296,7 @@ def dequantised(weight: Quantised) -> Tensor:
     return (values.float() - zeros) * spread(weight.scales)
 
 
-def write_quantised(
+def write_quantized(
     source: Path, folder: Path, form: Form, plain: str = "layers.1.self_attn"
 ) -> tuple[Path, Path]:
     """Write the quantized checkpoint and its fp32 meaning; return both folders.
@@ -304,18 +304,18 @@ def write_quantised(
     Layers whose name contains `plain` keep their weights.
     """
     tensors = load_file(source / "model.safetensors")
-    quantised = dict[str, Tensor]()
+    quantized = dict[str, Tensor]()
     meaning = dict[str, Tensor]()
     for name, tensor in tensors.items():
         if not name.endswith(LINEAR) or plain in name:
-            quantised[name] = meaning[name] = tensor
+            quantized[name] = meaning[name] = tensor
             continue
         parts, meaning[name] = stored(name, tensor.float(), form)
-        quantised |= parts
+        quantized |= parts
     config = json.loads((source / "config.json").read_text())
-    paths = (folder / "quantised", folder / "meaning")
+    paths = (folder / "quantized", folder / "meaning")
     extras = ({"quantization_config": form.config}, {})
-    for path, content, extra in zip(paths, (quantised, meaning), extras, strict=True):
+    for path, content, extra in zip(paths, (quantized, meaning), extras, strict=True):
         shutil.copytree(source, path)
         save_file(content, path / "model.safetensors", metadata={"format": "pt"})
         (path / "config.json").write_text(json.dumps(config | extra))

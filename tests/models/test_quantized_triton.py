@@ -1,4 +1,4 @@
-"""Models with quantised weights on Triton kernels: logits are those of what the weights mean, in
+"""Models with quantized weights on Triton kernels: logits are those of what the weights mean, in
 any company.
 """
 
@@ -20,8 +20,8 @@ if torch.cuda.is_available():
 from moeserve.ops import triton_weights
 from moeserve.ops.triton_weights import PLAIN
 from tests.kernels.interpreted import ordered_dots, rounding_to_nearest
-from tests.quantised_checkpoints import FORMS, write_quantised
-from tools.gpu.references import quantise_reference, widen
+from tests.quantized_checkpoints import FORMS, write_quantized
+from tools.gpu.references import quantize_reference, widen
 
 from .conftest import Driver
 
@@ -67,15 +67,15 @@ def test_a_stored_format_means_what_it_says(
 
     Partial e4m3 blocks leave rows unrounded.
     """
-    quantised, meaning = write_quantised(
+    quantized, meaning = write_quantized(
         make_checkpoint("qwen2_moe", **SHARED).path, tmp_path, FORMS[form], plain="nothing"
     )
-    found = Driver(quantised, kernels="triton").prefill("a", PROMPT[:5])
+    found = Driver(quantized, kernels="triton").prefill("a", PROMPT[:5])
     assert far(found, Driver(meaning).prefill("a", PROMPT[:5])) <= 2e-5
 
 
 @pytest.mark.parametrize("asked", ["int8", "int4"])
-def test_quantised_on_load(asked: Any, make_checkpoint: Any) -> None:
+def test_quantized_on_load(asked: Any, make_checkpoint: Any) -> None:
     """The same as by other kernels, and not what it was."""
     path = make_checkpoint("qwen2_moe", **SHARED).path
     found = Driver(path, kernels="triton", asked=asked).prefill("a", PROMPT[:5])
@@ -93,12 +93,12 @@ def test_experts_multiply_e4m3_in_blocks(
 ) -> None:
     """They equal plain products of dequantized values, except for sums that fall on a tie."""
     path = make_checkpoint("qwen3_moe", **BLOCKS).path
-    quantised, meaning = write_quantised(path, tmp_path, FORMS["fp8 in blocks"])
+    quantized, meaning = write_quantized(path, tmp_path, FORMS["fp8 in blocks"])
 
     def rounded(x: Tensor) -> Tensor:
-        return widen(*quantise_reference(x)).float()
+        return widen(*quantize_reference(x)).float()
 
-    found = Driver(quantised, kernels="triton").prefill("a", PROMPT[:6])
+    found = Driver(quantized, kernels="triton").prefill("a", PROMPT[:6])
     plain = Driver(meaning, kernels="triton").prefill("a", PROMPT[:6])
     gate_up = PLAIN.gate_up
     by_meaning = replace(
@@ -119,9 +119,9 @@ def test_bits_depend_on_no_company(
 ) -> None:
     """All layers are quantized; a prompt runs whole, in chunks, and beside others."""
     path = make_checkpoint("qwen3_moe", **{"num_hidden_layers": 1, **sizes}).path
-    quantised, _ = write_quantised(path, tmp_path, FORMS[form], plain="nothing")
+    quantized, _ = write_quantized(path, tmp_path, FORMS[form], plain="nothing")
     with ordered_dots():
-        lone, driver = (Driver(quantised, kernels="triton") for _ in range(2))
+        lone, driver = (Driver(quantized, kernels="triton") for _ in range(2))
         expected = torch.cat([lone.prefill("needle", PROMPT), lone.step([("needle", [3])])[0]])
         steps = [driver.step([("other", PROMPT[3:] + PROMPT), ("needle", PROMPT[:8])])[1]]
         steps += [driver.step([("needle", PROMPT[8:]), ("other", [1]), ("third", [2, 3])])[0]]

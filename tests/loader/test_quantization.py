@@ -22,10 +22,10 @@ from moeserve.loader.unpack import unpack
 from moeserve.loader.weights import empty_weight
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import expert_load_plan, load_plan
-from moeserve.ops.quantised import Quantised
+from moeserve.ops.quantized import Quantized
 from moeserve.runner.limits import check
 from tests.loader.eager import load
-from tests.quantised_checkpoints import FORMS, write_quantised
+from tests.quantized_checkpoints import FORMS, write_quantized
 
 from .conftest import LLAMA, WriteConfig
 
@@ -299,7 +299,7 @@ def test_of_the_text_model_in_a_larger_one(write_config: WriteConfig) -> None:
         read_model_spec(path)
 
 
-def test_quantised_activations_are_noted(write_config: WriteConfig) -> None:
+def test_quantized_activations_are_noted(write_config: WriteConfig) -> None:
     config = compressed("int-quantized", num_bits=8, strategy="channel")
     config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True}
     (stored,) = read_model_spec(write_config(LLAMA, quantization_config=config)).stored
@@ -311,7 +311,7 @@ def small(make_checkpoint: Any, tmp_path: Path) -> Any:
     """small(form, change) -> the error of loading a checkpoint whose tensors were changed."""
 
     def refuse(form: str, change: Any) -> str:
-        path, _ = write_quantised(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
+        path, _ = write_quantized(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
         tensors = load_file(path / "model.safetensors")
         change(tensors)
         save_file(tensors, path / "model.safetensors")
@@ -432,7 +432,7 @@ def test_experts_read_one_by_one_are_the_same(
     path = make_checkpoint("qwen3_moe").path
     asked = None
     if kind in FORMS:
-        path, _ = write_quantised(path, tmp_path, FORMS[kind])
+        path, _ = write_quantized(path, tmp_path, FORMS[kind])
     else:
         asked = kind.removeprefix("asked ")
     spec = read_model_spec(path)
@@ -455,15 +455,15 @@ def test_experts_read_one_by_one_are_the_same(
 
 def test_a_written_form_lacks_nothing(make_checkpoint: Any, tmp_path: Path) -> None:
     """The test writer leaves some layers unquantized; the reader must see both kinds."""
-    path, _ = write_quantised(make_checkpoint("qwen3_moe").path, tmp_path, FORMS["int4"])
+    path, _ = write_quantized(make_checkpoint("qwen3_moe").path, tmp_path, FORMS["int4"])
     params = everything(path)
     assert params["layers.0.qkv"].kind == "int4"
     assert params["layers.1.qkv"].dtype == torch.bfloat16
     assert json.loads((path / "config.json").read_text())["quantization_config"]["ignore"]
 
 
-def test_a_checkpoint_that_is_quantised_already(make_checkpoint: Any, tmp_path: Path) -> None:
-    path, _ = write_quantised(make_checkpoint("llama").path, tmp_path, FORMS["fp8"])
+def test_a_checkpoint_that_is_quantized_already(make_checkpoint: Any, tmp_path: Path) -> None:
+    path, _ = write_quantized(make_checkpoint("llama").path, tmp_path, FORMS["fp8"])
     with pytest.raises(
         ConfigError, match="quantization=int8, but the checkpoint's weights are fp8 already"
     ):
@@ -510,7 +510,7 @@ def test_zero_points_of_few_outputs(rows: int) -> None:
     piece = Piece("w", shape, "w")
     checkpoint = Checkpoint(Path(), {}, {"w": stored})
     into = empty_weight(checkpoint, Param("w", shape), [piece], torch.float32, torch.device("cpu"))
-    assert isinstance(into, Quantised)
+    assert isinstance(into, Quantized)
 
     def read(info: TensorInfo, take: Any) -> torch.Tensor:
         found = tensors[info.name][take]

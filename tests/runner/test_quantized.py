@@ -19,7 +19,7 @@ from moeserve.models.spec import bytes_per_weight, model_size
 from moeserve.ops.native import native
 from moeserve.runner.cpu import CPUModelRunner
 from tests.gguf_files import matrices, write_gguf
-from tests.quantised_checkpoints import FORMS, Form, write_quantised
+from tests.quantized_checkpoints import FORMS, Form, write_quantized
 
 needs_no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there Triton is not interpreted"
@@ -38,7 +38,7 @@ def test_other_kernels_refuse(make_checkpoint: Any, tmp_path: Path) -> None:
         ConfigError, match=r"need the native kernels.*linear: torch.*use --quantization none, or"
     ):
         load(path, kernels="torch", quantization="int8")
-    stored, _ = write_quantised(path, tmp_path, FORMS["int8"])
+    stored, _ = write_quantized(path, tmp_path, FORMS["int8"])
     with pytest.raises(ConfigError, match="use the float16 or bfloat16 checkpoint, or"):
         load(stored, kernels="torch")
 
@@ -49,7 +49,7 @@ def test_shapes_that_triton_has_no_kernel_for_are_named(
 ) -> None:
     """Groups of 8, of which int4 products would take 16s; experts of width 32 are no obstacle."""
     path = make_checkpoint("qwen3_moe").path
-    stored, _ = write_quantised(path, tmp_path, Form("int4", group=8, packed=True))
+    stored, _ = write_quantized(path, tmp_path, Form("int4", group=8, packed=True))
     with pytest.raises(
         ConfigError,
         match=r"inputs of 32s, and layers.0.qkv has 64, in groups of 8, .* cpu.*float16 or",
@@ -72,17 +72,17 @@ def test_what_becomes_of_activations(
     path = make_checkpoint(
         "qwen3_moe", num_hidden_layers=1, hidden_size=128, moe_intermediate_size=width
     ).path
-    stored, _ = write_quantised(path, tmp_path, FORMS["fp8 in blocks"])
+    stored, _ = write_quantized(path, tmp_path, FORMS["fp8 in blocks"])
     with caplog.at_level("INFO"):
         load(stored, kernels="triton")
     assert f"the checkpoint quantizes activations, too: {said}" in caplog.text
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
-def test_quantised_activations_are_named_once(
+def test_quantized_activations_are_named_once(
     make_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, _ = write_quantised(make_checkpoint("llama").path, tmp_path, FORMS["int8"])
+    path, _ = write_quantized(make_checkpoint("llama").path, tmp_path, FORMS["int8"])
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = {
         "num_bits": 8,
@@ -172,7 +172,7 @@ def test_rows_of_int8_are_refused_where_they_would_change_nothing(
     with pytest.raises(ConfigError, match="activations=int8 needs the native kernels"):
         load(path, activations="int8", quantization="int8", kernels="torch")
     for form in (FORMS["fp8"], Form("int4", group=8, packed=True)):
-        stored, _ = write_quantised(path, tmp_path / form.kind, form)
+        stored, _ = write_quantized(path, tmp_path / form.kind, form)
         with pytest.raises(
             ConfigError, match=r"groups of 16 inputs or a multiple of 32.*use activations=float"
         ):
@@ -187,7 +187,7 @@ def test_bytes_of_a_weight(make_checkpoint: Any, tmp_path: Path) -> None:
         1.0,
         0.5625,
     ]
-    stored, _ = write_quantised(path, tmp_path, FORMS["fp8"])
+    stored, _ = write_quantized(path, tmp_path, FORMS["fp8"])
     assert bytes_per_weight(read_model_spec(stored), "none", 4) == 1.0
     channels = StoredFormat(kind="int4", layout="words", zeros=True)
     assert bytes_per_weight(replace(spec, stored=(channels,)), "none", 2) == 0.5625

@@ -38,13 +38,13 @@ IQ4_NL = (
     89.0,
     113.0,
 )
-QuantizeTo = Literal["int8", "int4"]  # the kinds that `quantise` can produce
+QuantizeTo = Literal["int8", "int4"]  # the kinds that `quantize` can produce
 CPU_JOB_ELEMENTS = 2**18  # that a thread rounds at a time, so that they stay in its cache
 GPU_JOB_ELEMENTS = 2**21  # at a time, because smaller jobs only add launches
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
+class Quantized:
     """A quantized weight, before a kernel packs it.
 
     With g = k // group:
@@ -87,14 +87,14 @@ class Quantised:
         dtype: torch.dtype,
         shape: tuple[int, ...],
         device: Device = None,
-    ) -> "Quantised":
+    ) -> "Quantized":
         """Return an uninitialized weight of `shape` [..., N, K]. zeros: with zero points."""
         groups = -(-shape[-1] // group) if group else 1
         values = torch.empty(
             shape, dtype=torch.int8 if kind == "int8" else torch.uint8, device=device
         )
         scales = torch.empty(*shape[:-1], groups, device=device)
-        return Quantised(
+        return Quantized(
             kind=kind,
             group=group,
             dtype=dtype,
@@ -119,7 +119,7 @@ class Quantised:
         """The total size of all parts in bytes."""
         return sum(part.nbytes for part in self.parts)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Quantised":
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Quantized":
         """Return the weight with `change` applied to every part.
 
         `change` must leave the last dimension alone, whose size differs between parts. If it
@@ -142,23 +142,23 @@ class Quantised:
             supers=supers,
         )
 
-    def __getitem__(self, index: Any) -> "Quantised":
+    def __getitem__(self, index: Any) -> "Quantized":
         return self.each(lambda part: part[index])
 
-    def chunk(self, count: int) -> "tuple[Quantised, ...]":
+    def chunk(self, count: int) -> "tuple[Quantized, ...]":
         """Split the first dimension into `count` chunks, as Tensor.chunk does."""
         step = -(-self.shape[0] // count)
         return tuple(self[i : i + step] for i in range(0, self.shape[0], step))
 
-    def contiguous(self) -> "Quantised":
+    def contiguous(self) -> "Quantized":
         """Return the weight with contiguous parts."""
         return self.each(Tensor.contiguous)
 
 
-Weight = Tensor | Quantised
+Weight = Tensor | Quantized
 
 
-def dequantised(weight: Quantised) -> Tensor:
+def dequantized(weight: Quantized) -> Tensor:
     """Return the dequantized weight, fp32 [..., N, K].
 
     Reference for the kernels. The loader uses it, too, for weights that it cannot keep quantized.
@@ -188,29 +188,29 @@ def group_of(num_inputs: int) -> int:
     return next((group for group in INT4_GROUPS if num_inputs % group == 0), 0)
 
 
-def quantisation_of(
+def quantization_of(
     weight: Tensor, kind: QuantizeTo, name: str, activations: Activations = "auto"
-) -> tuple[Quantised, list[Callable[[], None]]]:
+) -> tuple[Quantized, list[Callable[[], None]]]:
     """Return an uninitialized quantized weight, and the jobs that fill it.
 
     The jobs may run in any order and on any threads. name: of the parameter, for error messages.
     """
     group = group_of(weight.shape[-1]) if kind == "int4" else 0
-    quantised = Quantised.empty(
+    quantized = Quantized.empty(
         kind, group, False, weight.dtype, tuple(weight.shape), weight.device
     )
-    quantised = replace(quantised, activations="int8" if activations == "int8" else "float")
+    quantized = replace(quantized, activations="int8" if activations == "int8" else "float")
     weight_NK = weight.flatten(0, -2)
-    # `quantised` is contiguous, so these are views of it: the jobs fill it through them.
-    target_NK = quantised.each(lambda part: part.flatten(0, -2))
+    # `quantized` is contiguous, so these are views of it: the jobs fill it through them.
+    target_NK = quantized.each(lambda part: part.flatten(0, -2))
     job_elements = CPU_JOB_ELEMENTS if weight.device.type == "cpu" else GPU_JOB_ELEMENTS
     step = max(1, job_elements // weight.shape[-1])
     rows = [slice(i, i + step) for i in range(0, len(weight_NK), step)]
-    return quantised, [partial(quantise, weight_NK[part], target_NK[part], name) for part in rows]
+    return quantized, [partial(quantize, weight_NK[part], target_NK[part], name) for part in rows]
 
 
 @torch.inference_mode()  # the mode is per thread: the caller's does not apply in a thread pool
-def quantise(weight_NK: Tensor, into: Quantised, name: str) -> None:
+def quantize(weight_NK: Tensor, into: Quantized, name: str) -> None:
     """Quantize rows into `into` (int8 or int4), without zero points.
 
     int8: the scale maps the largest magnitude to 127. int4: it maps the weight of the largest
