@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from moeserve.cli.foreign_config import adopt_foreign_file
 from moeserve.cli.settings import (
     SECRET_SETTINGS,
     ResolvedSettings,
@@ -36,6 +37,7 @@ class Show:
         if args.model and not args.config and _is_settings_file(args.model):
             args.config = args.model
             args.model = None
+            adopt_foreign_file(args)
         print(rendered(resolve(args)))
         return 0
 
@@ -55,6 +57,7 @@ class Check:
         if (args.file is None) == (args.config is None):
             raise ConfigError("name one file: moeserve config check FILE")
         args.config = args.config or args.file
+        adopt_foreign_file(args)
         print(f"{args.config}: ok, {len(resolve(args, env={}).origins)} settings")
         return 0
 

@@ -5,7 +5,7 @@ Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 model files, 4 port, 5 
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from moeserve.version import __version__
@@ -36,6 +36,11 @@ COMMANDS = {
     ),
     "complete": Command(
         "Talk to a running server", "talk:CompleteSession", "complete a text in the terminal"
+    ),
+    "agent": Command(
+        "Talk to a running server",
+        "agent",
+        "connect a coding agent or another program to a running server",
     ),
     "run-batch": Command(
         "Talk to a running server", "run_batch", "answer a file in OpenAI's Batch format"
@@ -149,39 +154,60 @@ def parse(parser: "argparse.ArgumentParser", words: list[str]) -> "argparse.Name
     known = parser._option_string_actions
     has_serve_flags = "--max-num-seqs" in known
     if not has_serve_flags:
-        args, unknown = parser.parse_known_args(words)
-        advice: Callable[[str], str] = lambda flag: ""  # noqa: E731
-    else:  # translate flags of vLLM and SGLang
-        from moeserve.cli.foreign_flags import flag_table, merge, translate
+        own, rest = _split_at_rest(words, known)
+        args, unknown = parser.parse_known_args(own)
+        if rest:
+            setattr(args, known[own[-1]].dest, rest)
+        foreign: Sequence[str] = ()
+    else:  # translate flags of vLLM, SGLang and llama.cpp
+        from moeserve.cli.foreign_config import adopt_foreign_file
+        from moeserve.cli.foreign_flags import merge, translate
+        from moeserve.cli.foreign_table import foreign_table
 
         translation = translate(words, known)
         args, unknown = parser.parse_known_args(translation.words)
-        merge(args, translation.settings)
-        advice = flag_table().advice
-        for note in translation.notes:
-            print(f"{parser.prog}: {note}", file=sys.stderr)
+        foreign = [*foreign_table().flags]
+        if not unknown:
+            merge(args, translation)
+            for note in translation.notes:
+                print(f"{parser.prog}: {note}", file=sys.stderr)
+            adopt_foreign_file(args)
     if unknown:
-        _unknown_arguments(parser, unknown, advice)
+        _unknown_arguments(parser, unknown, foreign)
     return args
 
 
+def _split_at_rest(
+    words: list[str], known: "Mapping[str, argparse.Action]"
+) -> tuple[list[str], list[str]]:
+    """Return the words up to a flag that takes all that follow, and those that follow.
+
+    argparse lets such a flag end at "--", which may stand anywhere in the command of another
+    program. Directly behind the flag it is dropped.
+    """
+    for i, word in enumerate(words):
+        if word in known and known[word].nargs == "...":
+            rest = words[i + 1 :]
+            return words[: i + 1], rest[1:] if rest[:1] == ["--"] else rest
+    return words, []
+
+
 def _unknown_arguments(
-    parser: "argparse.ArgumentParser", unknown: list[str], advice: Callable[[str], str]
+    parser: "argparse.ArgumentParser", unknown: list[str], foreign: Sequence[str]
 ) -> NoReturn:
+    """End the process with a hint: the nearest flag of the command, or of another server."""
     from difflib import get_close_matches
 
-    known = parser._option_string_actions
     word = unknown[0].split("=", 1)[0]
-    spelled = word.replace("_", "-")
-    # Compare without dashes, which make short flags look alike.
-    names = {flag.lstrip("-"): flag for flag in known}
-    if why := advice(spelled):
-        hint = f"; {why}"
-    elif similar := get_close_matches(spelled.lstrip("-"), names, 1, cutoff=0.7):
-        hint = f"; did you mean {names[similar[0]]}?"
-    else:
-        hint = f"; `{parser.prog} --help` lists the flags"
-    parser.exit(USAGE_ERROR, f"{parser.prog}: unknown argument {word!r}{hint}\n")
+    spelled = word.replace("_", "-").lstrip("-")
+    hint = f"`{parser.prog} --help` lists the flags"
+    for flags in (parser._option_string_actions, foreign):
+        # Compare without dashes, which make short flags look alike.
+        names = {flag.lstrip("-"): flag for flag in flags}
+        if similar := get_close_matches(spelled, names, 1, cutoff=0.7):
+            hint = f"did you mean {names[similar[0]]}?"
+            break
+    parser.exit(USAGE_ERROR, f"{parser.prog}: unknown argument {word!r}; {hint}\n")
 
 
 def _no_command(word: str, rest: list[str]) -> int:

@@ -19,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Every flag is also an environment variable (--max-model-len: MOESERVE_MAX_MODEL_LEN). "
         "Precedence: flag, variable, --config file, default (in [brackets]). More settings can be "
         "set in the --config file only; `moeserve config show` lists all. Numbers may be written "
-        "as 25.6k (decimal) or 2GiB. Many flags of vLLM and SGLang are translated, with a note."
+        "as 25.6k (decimal) or 2GiB. Flags of vLLM, SGLang and llama.cpp are translated, with a "
+        "note."
     )
 
 

@@ -164,7 +164,9 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Re
     of an invalid value.
     """
     path = getattr(args, "config", None)
-    file_values = read_file(Path(path)) if path else {}
+    file_values = getattr(args, "file_values", None)  # of a file of another server
+    if file_values is None:
+        file_values = read_file(Path(path)) if path else {}
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     origins: dict[str, str] = {}
     # Flags of other servers that were translated to settings, by the setting's name.
@@ -209,10 +211,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """Return a YAML file's values by "section.name". Raises ConfigError for an unknown key, which
-    suggests the nearest known one.
-    """
+def read_document(path: Path) -> dict[str, Any]:
+    """Return what a --config file has at its top. Raises ConfigError if it is not a mapping."""
     try:
         document = yaml.load(path.read_text("utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -221,8 +221,15 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict | None):
         raise ConfigError(f"{path}: expected sections such as `server:`, got {document!r:.64}")
+    return document or {}
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return a YAML file's values by "section.name". Raises ConfigError for an unknown key, which
+    suggests the nearest known one.
+    """
     values: dict[str, Any] = {}
-    for section, body in (document or {}).items():
+    for section, body in read_document(path).items():
         if section not in SECTIONS:
             raise ConfigError(
                 f"{path}: unknown section {section!r}{_hint('write it', section, SECTIONS)}"
