@@ -44,6 +44,7 @@ from moeserve.receipts import Receipt
 from moeserve.sampling import GrammarSpec, SamplingParams
 from moeserve.text.answer_format import AnswerFormat, AnswerParser
 from moeserve.text.chat_template import ChatTemplate
+from moeserve.text.line_limits import LineLimits
 from moeserve.text.stop import bad_sequences
 from moeserve.text.tokenizer import Tokenizer
 
@@ -66,6 +67,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         tokenizer: Tokenizer | None,
         chat_template: ChatTemplate | None,
         answer_format: AnswerFormat | None = None,
+        text_call_format: AnswerFormat | None = None,
         defaults: dict[str, Any],
         max_queued: int | None,
         max_wait_s: float = 0.0,
@@ -79,6 +81,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
             link: The connection to the engine or engines.
             aliases: Further names of the model.
             answer_format: The model's format of reasoning and tool calls; None if unknown.
+            text_call_format: The format of tool calls, where the chat template has none and
+                `answer_format` is unknown.
             defaults: Default values of sampling parameters.
             max_queued: The most sequences that may wait, beyond those that the engine runs at once.
                 None: no limit (for offline use).
@@ -95,6 +99,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.answer_format = answer_format
+        self.text_call_format = text_call_format
         self.defaults = defaults
         self.receipt_signer = receipt_signer
         self.stats = FrontStats()
@@ -140,6 +145,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         grammar: GrammarSpec | None = None,
         grammar_param: str = "structured_outputs",
         grammar_parts: Callable[[], Iterable[tuple[GrammarSpec, str]]] | None = None,
+        line_limits: LineLimits | None = None,
     ) -> Generation:
         """Check, admit and submit a request. Raises RequestError before anything runs.
 
@@ -157,17 +163,12 @@ class FrontEnd(Actor[FromEngine], ServingState):
             grammar_param: The request field that errors about the grammar name.
             grammar_parts: The constraints in `grammar`, each with its request field; see
                 `GrammarAdmission`.
+            line_limits: Limits at which an answer ends with the stop reason AT_LINE_LIMIT.
         """
         ready = self._serving()
         check_request(prompt, priority, ready)
         params.check(ready.vocab_size)
-        if self.tokenizer is None and (params.stop_strings or params.bad_words):
-            raise errors.InvalidRequest(
-                "stop strings and bad words need a tokenizer; this server runs without one"
-            )
-        bad_seqs: tuple[tuple[int, ...], ...] = ()
-        if self.tokenizer and params.bad_words:
-            bad_seqs = bad_sequences(self.tokenizer, params.bad_words)
+        bad_seqs = self._bad_sequences(params)
         admitted_here = reservation is None
         reservation = reservation or self.admit(params.n, priority=priority)
         try:
@@ -202,7 +203,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 salt=salt,
                 marked=marked or parser is not None,
             )
-            generation.create_sequences(samplings, self.rids, self.tokenizer, parser)
+            generation.create_sequences(
+                samplings, self.rids, self.tokenizer, parser, line_limits=line_limits
+            )
             reservation.use(params.n)
             self.running.add(generation.sequences)
         finally:
@@ -215,6 +218,19 @@ class FrontEnd(Actor[FromEngine], ServingState):
             self.drop(generation)
             raise
         return generation
+
+    def _bad_sequences(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of `bad_words`.
+
+        Raises InvalidRequest for stop strings and bad words without a tokenizer.
+        """
+        if self.tokenizer is None:
+            if params.stop_strings or params.bad_words:
+                raise errors.InvalidRequest(
+                    "stop strings and bad words need a tokenizer; this server runs without one"
+                )
+            return ()
+        return bad_sequences(self.tokenizer, params.bad_words) if params.bad_words else ()
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text. special: add the tokenizer's special tokens."""

@@ -26,6 +26,7 @@ from moeserve.sampling import (
     TokenSampling,
 )
 from moeserve.text.answer_format import AnswerParser, Part
+from moeserve.text.line_limits import LineLimiter, LineLimits
 from moeserve.text.stop import StopMatcher
 from moeserve.text.tokenizer import Detokenizer, Tokenizer
 
@@ -85,7 +86,7 @@ class Sequence:
     owner: "Generation"
     sampling: TokenSampling
     detokenizer: Detokenizer | None = None
-    stop_matcher: StopMatcher | None = None
+    stop_matcher: StopMatcher | LineLimiter | None = None
     parser: AnswerParser | None = None
     is_reasoning: bool = False  # whether the parser's latest part is reasoning
     tokens: list[int] = field(default_factory=list)  # generated so far
@@ -218,6 +219,7 @@ class Generation:
         rids: Iterator[int],
         tokenizer: Tokenizer | None,
         parser: Callable[[], AnswerParser] | None,
+        line_limits: LineLimits | None = None,
     ) -> None:
         """Create the sequences. Called by the front end."""
         params = self.params
@@ -230,9 +232,12 @@ class Generation:
                 )
             if parser is not None:
                 sequence.parser = parser()
-            if params.stop_strings:
-                sequence.stop_matcher = StopMatcher(
+            if params.stop_strings or line_limits is not None:
+                matcher = StopMatcher(
                     params.stop_strings, include_stop=params.include_stop_str_in_output
+                )
+                sequence.stop_matcher = (
+                    matcher if line_limits is None else LineLimiter(matcher, line_limits)
                 )
             self.sequences.append(sequence)
 

@@ -23,6 +23,7 @@ from moeserve.logits_processors import known_names
 from moeserve.models.hf_config import read_model_spec
 from moeserve.text.answer_data import find_format
 from moeserve.text.chat_template import ChatTemplate
+from moeserve.text.fit_calls import TEXT_CALL_FORMAT
 from moeserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -103,12 +104,18 @@ def _create_front_end(
     tokenizer = None if model.skip_tokenizer_init else Tokenizer.load(model_dir)
     template = None
     answer_format = None
+    text_call_format = None
     if tokenizer is not None:
         override = Path(model.chat_template) if model.chat_template else None
         template = ChatTemplate.load(model_dir, override)
         answer_format = find_format(
             template.source_for_tools if template else "", tokenizer, model.tool_format
         )
+        has_template_without_tools = template is not None and not (
+            template.takes_tools or template.takes_calls
+        )
+        if answer_format is None and has_template_without_tools:
+            text_call_format = find_format("", tokenizer, TEXT_CALL_FORMAT)
     if answer_format is not None:
         log.info("answers are parsed as %s; --tool-format sets another format", answer_format.name)
     defaults = generation_defaults(model_dir) if model.generation_config == "auto" else {}
@@ -131,6 +138,7 @@ def _create_front_end(
         tokenizer=tokenizer,
         chat_template=template,
         answer_format=answer_format,
+        text_call_format=text_call_format,
         defaults=defaults,
         max_queued=config.server.max_queued_requests if bounded else None,
         max_wait_s=config.server.max_queue_wait,

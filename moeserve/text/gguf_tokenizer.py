@@ -29,6 +29,15 @@ _END_TOKENS = frozenset({
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<｜end▁of▁sentence｜>", "[e~[",
 })  # fmt: skip
+# Role of a fill-in-the-middle token -> names of its id, the newest first
+_FIM_KEYS = {
+    "pre": ("fim_pre_token_id", "prefix_token_id"),
+    "suf": ("fim_suf_token_id", "suffix_token_id"),
+    "mid": ("fim_mid_token_id", "middle_token_id"),
+    "pad": ("fim_pad_token_id",),
+    "rep": ("fim_rep_token_id",),
+    "sep": ("fim_sep_token_id",),
+}
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _CASED_WORDS = tuple(pattern.replace("&&[^\\p{Han}]", "") for pattern in CASED_WORDS_WITHOUT_HAN)
 _REST_WITH_SLASH = (REST_PATTERNS[0].replace(r"\n]*", r"\n/]*"), *REST_PATTERNS[1:])
@@ -170,6 +179,9 @@ def read_gguf_tokenizer(path: Path) -> Backend:
         if types[i] == _NORMAL and token in _END_TOKENS:
             log.warning("%s: the token %r ends answers, so it is a control token", path, token)
             types[i] = _CONTROL
+    for token_id in gguf_fim_ids(path).values():
+        if types[token_id] in (_NORMAL, _UNUSED):
+            types[token_id] = _CONTROL
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
     try:
         backend, adds_bos = build(path, meta, vocab, tokens)
@@ -194,6 +206,21 @@ def read_gguf_tokenizer(path: Path) -> Backend:
             single=template, special_tokens=[*bos, *eos]
         )
     return backend
+
+
+def gguf_fim_ids(path: Path) -> dict[str, int]:
+    """Return the ids of the fill-in-the-middle tokens that a GGUF file names, by their role, which
+    is a key of `_FIM_KEYS`. An id that no token has is ignored, as in llama.cpp.
+    """
+    metadata = read_gguf(path).metadata
+    num_tokens = len(metadata.get("tokenizer.ggml.tokens") or ())
+    ids: dict[str, int] = {}
+    for role, names in _FIM_KEYS.items():
+        for name in names:
+            token_id = metadata.get(f"tokenizer.ggml.{name}")
+            if isinstance(token_id, int) and 0 <= token_id < num_tokens:
+                ids.setdefault(role, token_id)
+    return ids
 
 
 def _added_token(

@@ -24,7 +24,8 @@ from moeserve.errors import CheckpointError, InvalidRequest
 from moeserve.loader.documents import read_optional_json
 from moeserve.loader.files import is_gguf
 from moeserve.text.byte_bpe import BYTE_ALPHABET, read_byte_bpe
-from moeserve.text.gguf_tokenizer import read_gguf_tokenizer
+from moeserve.text.fim_tokens import find_fim_tokens
+from moeserve.text.gguf_tokenizer import gguf_fim_ids, read_gguf_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = special_tokens
         self.control = ControlTokens(backend)
+        self.fim = find_fim_tokens(backend)  # None: the model does not fill in the middle
         special = frozenset(
             i for i, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -110,7 +112,13 @@ class Tokenizer:
             name: token.get("content") if isinstance(token, dict) else token
             for name, token in tokens.items()
         }
-        return cls(backend, {name: text for name, text in texts.items() if isinstance(text, str)})
+        loaded = cls(backend, {name: text for name, text in texts.items() if isinstance(text, str)})
+        if is_gguf(model_dir):
+            loaded.fim = find_fim_tokens(backend, gguf_fim_ids(model_dir))
+        else:
+            model_type = read_optional_json(model_dir, "config.json").get("model_type")
+            loaded.fim = find_fim_tokens(backend, model_type=model_type)
+        return loaded
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the ids of a text. special: add the tokens around every text, such as BOS."""
@@ -120,6 +128,22 @@ class Tokenizer:
             raise InvalidRequest(
                 "the text contains an unpaired surrogate, which is not Unicode"
             ) from error
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the ids of a text in which control tokens are plain text, without tokens around
+        it.
+        """
+        shielded = self.control.shield(text)
+        return self.encode_prompt(shielded)
+
+    @cached_property
+    def leading_ids(self) -> list[int]:
+        """The tokens before every text, such as BOS."""
+        text = self.encode("a", special=False)
+        with_special = self.encode("a")
+        starts = range(len(with_special) - len(text) + 1)
+        start = next((i for i in starts if with_special[i : i + len(text)] == text), 0)
+        return with_special[:start]
 
     def encode_prompt(self, rendered: str) -> list[int]:
         """Return the ids of a rendered chat. Control tokens typed by a user become plain text (see

@@ -1,8 +1,11 @@
 """POST /v1/completions: text or token ids, one prompt or many, with echo and logprobs.
 
+With `suffix` the model fills in the middle between each prompt and the suffix.
+
 This is not a dialect of conversations: a completion is plain text, without parts.
 """
 
+import asyncio
 from typing import Any
 
 from aiohttp import web
@@ -21,6 +24,7 @@ from moeserve.server.requests import Sampling, check_chars
 from moeserve.server.running import RunningRequest
 from moeserve.server.terms import read_generation_request, running_request
 from moeserve.server.writer import ChunkWriter
+from moeserve.text.fill_in_middle import ending_at_markers, fill_in_middle_prompt, fim_tokens
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 1024  # n times prompts of one request
@@ -36,6 +40,7 @@ class CompletionRequest(Sampling, kw_only=True):
     """
 
     prompt: str | list[str | int | list[int]] | None = None
+    suffix: str | None = None  # the text after the answer; "" is none
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
     max_tokens: TokenLimit | None = None
@@ -50,7 +55,9 @@ async def completions(call: HttpCall) -> web.StreamResponse:
         _check_stream(request)
     front, ready = call.context.serving(request.model)
     params = completion_params(request, front.defaults)
-    inputs = split_prompts(request.prompt)
+    inputs = split_prompts(request.prompt, allows_empty=bool(request.suffix))
+    if request.suffix:
+        params = _gap_params(request, params, front)
     if params.n * len(inputs) > MAX_SEQUENCES:
         raise InvalidRequest(
             f"{len(inputs)} prompts times n = {params.n} is more than {MAX_SEQUENCES} sequences",
@@ -60,7 +67,7 @@ async def completions(call: HttpCall) -> web.StreamResponse:
     options = {} if constraint is None else {"grammar_param": constraint.field}
     # Admission comes first, so that a refused request costs no work.
     with terms.admit(front, params.n * len(inputs)) as reservation:
-        prompts = await _encode(front, ready, inputs, request)
+        prompts = await encode_prompts(front, ready, inputs, request)
         async with running_request(
             terms, front, prompts=prompts, params=params, reservation=reservation, **options
         ) as running:
@@ -95,7 +102,21 @@ def completion_params(request: CompletionRequest, defaults: dict[str, Any]) -> S
     return SamplingParams(**defaults | given)
 
 
-def split_prompts(prompt: Any) -> list[Prompt]:
+def _gap_params(
+    request: CompletionRequest, params: SamplingParams, front: FrontEnd
+) -> SamplingParams:
+    """Return the parameters of an answer between a prompt and a suffix."""
+    if request.echo:
+        raise InvalidRequest(
+            "echo: with suffix the prompt is not all that the model reads before its answer; put "
+            "prompt, answer and suffix together yourself",
+            param="echo",
+            code="unsupported_parameter",
+        )
+    return ending_at_markers(params, fim_tokens(front.tokenizer, "suffix"))
+
+
+def split_prompts(prompt: Any, *, allows_empty: bool = False) -> list[Prompt]:
     """Convert OpenAI's four forms (text, texts, ids, lists of ids) to a list of prompts."""
     if isinstance(prompt, str):
         prompt = [prompt]
@@ -111,21 +132,33 @@ def split_prompts(prompt: Any) -> list[Prompt]:
             raise InvalidRequest(
                 f"{len(prompt)} prompts; at most {MAX_SEQUENCES} are allowed", param="prompt"
             )
-        if not all(prompt):
+        if not (allows_empty or all(prompt)):
             raise InvalidRequest("a prompt must not be empty", param="prompt")
         return list(prompt)
     raise InvalidRequest("prompt mixes texts and token ids", param="prompt")
 
 
-async def _encode(
+async def encode_prompts(
     front: FrontEnd, ready: Ready, inputs: list[Prompt], request: CompletionRequest
 ) -> list[list[int]]:
+    """Return the token ids of the prompts, each with the suffix, if there is one."""
     texts = [prompt for prompt in inputs if isinstance(prompt, str)]
+    suffix = request.suffix or ""
+    special = request.add_special_tokens is not False
+    tokenizer = front.tokenizer
+    if tokenizer is not None and (texts or suffix):
+        num_chars = max(map(len, texts), default=0) + len(suffix)
+        check_chars(num_chars, tokenizer, ready.max_model_len, "prompt")
+    if suffix and tokenizer is not None:
+        return await asyncio.to_thread(
+            lambda: [
+                fill_in_middle_prompt(tokenizer, prompt, suffix, special=special)
+                for prompt in inputs
+            ]
+        )
     if not texts:
         return [prompt for prompt in inputs if isinstance(prompt, list)]
-    if front.tokenizer is not None:
-        check_chars(max(map(len, texts)), front.tokenizer, ready.max_model_len, "prompt")
-    return await front.encode_all(texts, special=request.add_special_tokens is not False)
+    return await front.encode_all(texts, special=special)
 
 
 def _text(front: FrontEnd, prompt: Prompt) -> str:
