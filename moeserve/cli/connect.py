@@ -21,9 +21,9 @@ def add_url_flag(parser: argparse.ArgumentParser, default: str | None = DEFAULT_
     parser.add_argument("--url", dest="base_url", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
+def add_server_flags(parser: argparse.ArgumentParser, default: str = DEFAULT_URL) -> None:
     """Add --base-url and --api-key."""
-    add_url_flag(parser)
+    add_url_flag(parser, default)
     parser.add_argument(
         "--api-key", metavar="KEY", help="the server's API key (default: $MOESERVE_API_KEY)"
     )
@@ -31,8 +31,12 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def client_from(args: argparse.Namespace, **options: Any) -> AsyncClient:
     """Return a client for the server of the flags. Raises ConfigError for a malformed URL."""
-    key = args.api_key or os.environ.get("MOESERVE_API_KEY", "").split(",")[0] or None
-    return client_of(args.base_url, key, **options)
+    return client_of(args.base_url, key_from(args), **options)
+
+
+def key_from(args: argparse.Namespace) -> str | None:
+    """Return the API key of the flags or the environment."""
+    return args.api_key or os.environ.get("MOESERVE_API_KEY", "").split(",")[0] or None
 
 
 def client_of(url: str, key: str | None, **options: Any) -> AsyncClient:

@@ -1,7 +1,7 @@
-"""Answers a request in its dialect: as one JSON body, or as a stream of server-sent events."""
+"""Answers a request in its dialect: as one JSON body, or as a stream of events."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from typing import TypeVar
@@ -27,6 +27,7 @@ async def answer_chat(
     make_writer: Callable[[Conversation], W],
     *,
     naming: Callable[[], AbstractContextManager[None]],
+    context: Sequence[int] = (),
     while_running: Callable[[W], AbstractContextManager[None]] | None = None,
 ) -> web.StreamResponse:
     """Run a conversation, and answer in the dialect of its request.
@@ -36,10 +37,11 @@ async def answer_chat(
         request: The conversation.
         make_writer: Makes the dialect's writer.
         naming: A context in which errors name the dialect's fields.
+        context: Token ids of earlier turns.
         while_running: A context for the time in which the answer is generated.
     """
     with naming():
-        async with conversation(terms, request) as chat:
+        async with conversation(terms, request, context) as chat:
             writer = make_writer(chat)
             with nullcontext() if while_running is None else while_running(writer):
                 if request.stream:
@@ -63,7 +65,7 @@ async def stream_answer(
     """
     call = terms.call
     streams = call.context.streams
-    stream = SseStream(call.request, call.headers())
+    stream = SseStream(call.request, call.headers(), writer.media_type)
     streams.add(stream)
     stream_log = running.generations[0].stream_log
     position = None if terms.stream_key is None else terms.stream_key.position
@@ -112,7 +114,7 @@ async def _begin(stream: SseStream, deltas: Deltas, writer: StreamWriter, ping_s
         await asyncio.wait([first], timeout=ping_s)
         if not first.done():  # a long queue: headers and pings keep the connection open
             await stream.start()
-            await stream.send(writer.opening() or b": ok\n\n")
+            await stream.send(writer.opening() or writer.ping())
         prompt, delta = await first
     finally:
         if first.cancel():

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 from aiohttp import web
 
 from moeserve.errors import NotFound, RequestError
+from moeserve.server.absent import ABSENT
 from moeserve.server.access_log import Answered
 from moeserve.server.call import HttpCall
 from moeserve.server.context import Context
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
 CLIENT_GONE = 499  # status in the log and in the metrics; the client has disconnected
 
-_BASES = "/v1 (OpenAI's API) or in the port (Anthropic's)"
+_BASES = "/v1 (OpenAI's API) or in the port (Anthropic's and Ollama's)"
 
 
 class App:
@@ -76,7 +77,7 @@ class App:
         except Exception as error:
             shown = as_request_error(error, call.id)
             call.error = shown.code or shown.type
-            response = error_response(shown, call.id, anthropic=call.is_anthropic)
+            response = error_response(shown, call.id, shape=call.error_shape)
             response.headers.update(call.headers())
         self._record_answer(route, response.status, call)
         return response
@@ -116,6 +117,8 @@ class App:
             ]
             nearest = max((len(r.path + r.suffix) for r in matching), default=0)
             methods = [r.method for r in matching if len(r.path + r.suffix) == nearest]
+        if path in ABSENT:
+            return NotFound(f"{path}: {ABSENT[path]}")
         if not methods:
             remedy = "GET /openapi.json lists the routes"
             if (known := self._similar_path(path)) is not None:
@@ -128,8 +131,11 @@ class App:
     def _similar_path(self, path: str) -> str | None:
         """Return the path that a client with another base URL has meant; None if there is none."""
         segments = [segment for segment in path.split("/") if segment]
-        without_version = [segment for segment in segments if segment != "v1"]
-        for known in ("/" + "/".join(rest) for rest in (["v1", *without_version], without_version)):
+        rest = [segment for segment in segments if segment != "v1"]
+        possible = [["v1", *rest], rest]
+        if rest[:1] == ["api"]:  # the base of other servers
+            possible += [["v1", *rest[1:]], rest[1:]]
+        for known in ("/" + "/".join(segments) for segments in possible):
             if known != path and any(known == exact for _, exact in self._exact_routes):
                 return known
         return None

@@ -22,6 +22,8 @@ READ_TIMEOUT_S = 30.0  # for each MiB of a body
 # Possessive quantifiers: otherwise each character of a long string would be a backtracking position
 # of a hundred bytes.
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
+# Media types of requests of curl, which is given no type, as aiohttp reports them
+_CURLS_TYPES = ("application/octet-stream", "application/x-www-form-urlencoded")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -32,12 +34,16 @@ class BodyMemory:
     num_bytes: int = 0
 
 
-async def read_json(request: web.BaseRequest, max_bytes: int, memory: BodyMemory) -> dict[str, Any]:
+async def read_json(
+    request: web.BaseRequest, max_bytes: int, memory: BodyMemory, *, from_curl: bool = False
+) -> dict[str, Any]:
     """Return the JSON object in the body.
+
+    from_curl: the Content-Type may also be absent, or that of `curl -d`.
 
     Raises a RequestError of status 400, 408, 413, 415, or 503 if other bodies take too much memory.
     """
-    _check_media_type(request)
+    _check_media_type(request, from_curl=from_curl)
     _check_size(request.content_length or 0, max_bytes)
     await continue_body(request)
     body = bytearray()
@@ -86,13 +92,14 @@ def _check_size(num_bytes: int, max_bytes: int) -> None:
         raise errors.PayloadTooLarge(f"the body is larger than {max_bytes:,} bytes")
 
 
-def _check_media_type(request: web.BaseRequest) -> None:
+def _check_media_type(request: web.BaseRequest, *, from_curl: bool) -> None:
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
         raise errors.UnsupportedMedia(
             f"Content-Encoding {shorten(encoding)} is not supported; send the body uncompressed"
         )
-    if request.content_type.lower() != "application/json":
+    media_type = request.content_type.lower()
+    if media_type != "application/json" and not (from_curl and media_type in _CURLS_TYPES):
         raise errors.UnsupportedMedia("the Content-Type must be application/json")
     if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
         raise errors.UnsupportedMedia("the charset must be utf-8")

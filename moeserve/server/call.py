@@ -11,7 +11,7 @@ from moeserve.errors import InvalidRequest
 from moeserve.server.auth import OPEN, Caller
 from moeserve.server.body import read_json
 from moeserve.server.context import Context
-from moeserve.server.errors import SERVER, shorten
+from moeserve.server.errors import SERVER, ErrorShape, shorten
 from moeserve.server.http import path_of
 from moeserve.server.requests import convert, decode, unknown_fields
 from moeserve.server.running import Counts
@@ -42,9 +42,15 @@ class HttpCall:
     error: str = ""  # code of the error in the answer
 
     @property
-    def is_anthropic(self) -> bool:
-        """Whether the path belongs to Anthropic's API, whose errors have another shape."""
-        return (path_of(self.request) + "/").startswith("/v1/messages/")
+    def error_shape(self) -> ErrorShape:
+        """The shape of errors, which depends on the API that the path belongs to."""
+        path = path_of(self.request) + "/"
+        if path.startswith("/v1/messages/"):
+            return "anthropic"
+        # /api/v0 is LM Studio's API, whose errors are OpenAI's.
+        if path.startswith("/api/") and not path.startswith("/api/v0/"):
+            return "ollama"
+        return "openai"
 
     async def read(self, kind: type[R]) -> R:
         """Return the body as a checked struct.
@@ -58,8 +64,14 @@ class HttpCall:
 
     async def read_with_raw(self, kind: type[R]) -> tuple[R, dict[str, Any]]:
         """Return the body as a checked struct, and as plain JSON."""
+        # Ollama's documentation calls curl without a Content-Type. Browsers add an Origin to every
+        # POST, so pages of other origins still cannot send such a request.
+        by_curl = self.error_shape == "ollama" and "Origin" not in self.request.headers
         body = await read_json(
-            self.request, self.context.config.max_request_bytes, self.context.body_memory
+            self.request,
+            self.context.config.max_request_bytes,
+            self.context.body_memory,
+            from_curl=by_curl,
         )
         request, unknown, self.ignored = decode(body, kind)
         self.note_unknown(unknown)
@@ -93,7 +105,7 @@ class HttpCall:
             headers |= self.context.cors.headers(self.request)
         if self.caller.rate_limits is not None:
             headers |= self.caller.rate_limits.headers()
-        if self.is_anthropic:
+        if self.error_shape == "anthropic":
             headers["Request-Id"] = self.id
         warnings = {"unknown fields ignored": self.unknown, "no effect here": self.ignored}
         if self.unknown or self.ignored:

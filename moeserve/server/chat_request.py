@@ -139,6 +139,7 @@ class ChatRequest(Sampling, kw_only=True):
     """
 
     no_effect: ClassVar[NoEffect] = Sampling.no_effect | {
+        "options": (),
         "prompt_cache_key": (),
         "safety_identifier": (),
         "verbosity": (),
@@ -162,12 +163,13 @@ class ChatRequest(Sampling, kw_only=True):
     thinking: bool | ThinkingSwitch | None = None
     include_reasoning: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+    options: dict[str, Any] | None = None  # Ollama's, which its clients send on this route, too
     receipt: bool | None = None
 
     def ignored(self) -> list[str]:
         names = super().ignored()
         for i, message in enumerate(self.messages):
-            if message.role == "tool" and isinstance(message.content, list):
+            if isinstance(message.content, list) and _hides_images(self.messages, i):
                 names += [
                     f"messages[{i}].content[{j}]"
                     for j, part in enumerate(message.content)
@@ -297,13 +299,22 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
             if (value := getattr(message, name)) is not None:
                 checked[name] = value
         # With calls, `ChatTemplate` decides how the template gets an absent content.
-        if (text := _content(message, f"{where}.content")) or not message.tool_calls:
+        text = _content(message, f"{where}.content", _hides_images(messages, i))
+        if text or not message.tool_calls:
             checked["content"] = text
         converted.append(checked)
     return converted
 
 
-def _content(message: Message, where: str) -> str:
+def _hides_images(messages: list[Message], i: int) -> bool:
+    """Whether the images of a message come from a tool. The message of a tool can only have text
+    in OpenAI's API, so some clients send a tool's images as the user's next message.
+    """
+    role = messages[i].role
+    return role == "tool" or (role == "user" and i > 0 and messages[i - 1].role == "tool")
+
+
+def _content(message: Message, where: str, hides_images: bool) -> str:
     """Return the text of a message.
 
     System and user messages must have text. An assistant that only called tools, or ended at once,
@@ -312,7 +323,10 @@ def _content(message: Message, where: str) -> str:
     content = message.content
     if isinstance(content, list):
         return "\n".join(
-            _part_text(part, message.role, f"{where}[{i}]") for i, part in enumerate(content)
+            HIDDEN_IMAGE
+            if hides_images and part.type == _IMAGE
+            else _part_text(part, message.role, f"{where}[{i}]")
+            for i, part in enumerate(content)
         )
     if content is None and message.role == "assistant":
         return message.refusal or ""
@@ -322,8 +336,6 @@ def _content(message: Message, where: str) -> str:
 
 
 def _part_text(part: TextPart, role: str, where: str) -> str:
-    if role == "tool" and part.type == _IMAGE:
-        return HIDDEN_IMAGE
     known = ("text", "refusal") if role == "assistant" else ("text",)
     if part.type not in known:
         what = f"{where}.type must be {' or '.join(known)}, not {shorten(part.type)!r}: {MEDIA}"
@@ -341,6 +353,8 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
         checked.function.arguments = _arguments(checked.function.arguments or "")
     checked.type = "function"
     converted: dict[str, Any] = msgspec.to_builtins(checked)
+    if checked.id is None:
+        del converted["id"]
     return converted
 
 

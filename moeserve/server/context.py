@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,6 +21,8 @@ from moeserve.server.http import SseStream
 from moeserve.server.response_store import ResponseStore
 from moeserve.server.running import RunningRequest
 from moeserve.server.tls import Tls
+
+DEFAULT_TAG = ":latest"  # Ollama's clients add it to names without a tag
 
 
 class BatchRunner(Protocol):
@@ -102,8 +105,15 @@ class Context:
             raise Overloaded(
                 f"the model is loading: {self.phase.name}", code="model_loading", retry_after_s=2
             )
-        if model is not None and model not in self.front.model_names:
+        if model is not None and not _is_served(model, self.front.model_names):
             served = ", ".join(map(repr, self.front.model_names))
             what = f"the model {shorten(model)!r} does not exist; this server has {served}"
             raise ModelNotFound(what, param="model")
         return self.front, self.front.ready
+
+
+def _is_served(name: str, served: Collection[str]) -> bool:
+    """Return whether a request may name the model so: with and without Ollama's default tag."""
+    return any(
+        name in (known, known + DEFAULT_TAG, known.removesuffix(DEFAULT_TAG)) for known in served
+    )

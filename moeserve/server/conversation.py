@@ -8,7 +8,7 @@ merged.
 import asyncio
 import hashlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -38,7 +38,8 @@ from moeserve.server.terms import Terms, running_request
 from moeserve.text.answer_constraint import answer_constraint
 from moeserve.text.answer_format import AnswerFormat, Part
 from moeserve.text.answer_parser import joined
-from moeserve.text.tokenizer import unshield
+from moeserve.text.chat_template import ChatTemplate
+from moeserve.text.tokenizer import Tokenizer, unshield
 
 
 class Conversation:
@@ -57,6 +58,7 @@ class Conversation:
         self.prompt = prompt  # token ids
         self.params = params
         self.tools = tools
+        self.answer_format: AnswerFormat | None = None
         self.is_parsed = False  # whether answers may have parts besides content
         self.running: RunningRequest  # set by `conversation`
         self.num_earlier_calls = 0  # calls in the messages of the request
@@ -85,14 +87,18 @@ class Conversation:
         return parts
 
     def _call_id(self, name: str, choice: int, number: int) -> str:
-        assert self.front.answer_format is not None
+        assert self.answer_format is not None
         digest = hashlib.sha256(f"{self._call_id_seed}.{choice}.{number}".encode()).hexdigest()
-        return self.front.answer_format.call_id(name, self.num_earlier_calls + number, digest[:32])
+        return self.answer_format.call_id(name, self.num_earlier_calls + number, digest[:32])
 
 
 @asynccontextmanager
-async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conversation]:
+async def conversation(
+    terms: Terms, request: ChatRequest, context: Sequence[int] = ()
+) -> AsyncIterator[Conversation]:
     """Run a chat inside the block, and end it as `running_request` does.
+
+    context: token ids of earlier turns, before those of the request's messages.
 
     Raises RequestError before anything runs.
     """
@@ -110,9 +116,15 @@ async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conv
             options=request,
             owner=call.caller.owner,
         )
+        if context:
+            prompt = [*context, *_without_bos(front, prompt)]
         chat = Conversation(terms, front, prompt=prompt, params=params, tools=tools)
         options: dict[str, Any] = {}
-        if (answer_format := front.answer_format) is not None:
+        answer_format = front.answer_format
+        if answer_format is None and tools.shown:
+            answer_format = front.text_call_format
+        if answer_format is not None:
+            chat.answer_format = answer_format
             chat.is_parsed = True
             chat.num_earlier_calls = sum(
                 len(message.tool_calls or ()) for message in request.messages
@@ -139,6 +151,13 @@ async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conv
             yield chat
 
 
+def _without_bos(front: FrontEnd, prompt: list[int]) -> list[int]:
+    """Return a rendered prompt without the tokens with which every text begins, such as BOS."""
+    assert front.tokenizer is not None
+    start = front.tokenizer.leading_ids
+    return prompt[len(start) :] if prompt[: len(start)] == start else prompt
+
+
 def _generate_options(
     answer_format: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str
 ) -> dict[str, Any]:
@@ -160,6 +179,7 @@ def _generate_options(
             prompt=prompt,
             continued=continues,
             required=tools.forced,
+            calls=bool(tools.shown),
         )
     }
     if constraint is not None:
@@ -228,28 +248,38 @@ async def render_chat(
             param="messages",
             code="no_chat_template",
         )
+    rendered = await rendered_chat(
+        template,
+        tokenizer,
+        messages=messages,
+        tools=tools,
+        options=options,
+        max_model_len=ready.max_model_len,
+        owner=owner,
+    )
+    return await asyncio.to_thread(lambda: (unshield(rendered), tokenizer.encode_prompt(rendered)))
+
+
+async def rendered_chat(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    *,
+    messages: list[Message],
+    tools: Tools,
+    options: TemplateOptions,
+    max_model_len: int,
+    owner: str = "",
+) -> str:
+    """Return the prompt of a chat, for `Tokenizer.encode_prompt`. Raises RequestError."""
     checked_messages = chat_messages(messages)
     shown_tools = tools.shown or None
-    if shown_tools and not template.takes_tools:
-        raise InvalidRequest(
-            "tools: this model's chat template does not support tools; start the server with "
-            "another --chat-template",
-            param="tools",
-            code="unsupported_parameter",
-        )
-    for i, message in enumerate(checked_messages):
-        if (message["role"] == "tool" or "tool_calls" in message) and not template.takes_calls:
-            what = "this model's chat template does not support tool calls; write them as text"
-            raise InvalidRequest(
-                f"messages[{i}]: {what}", param=f"messages[{i}]", code="unsupported_parameter"
-            )
     num_chars = sum(len(message.get("content") or "") for message in checked_messages)
     if shown_tools:
         num_chars += len(msgspec.json.encode(shown_tools))
-    check_chars(num_chars, tokenizer, ready.max_model_len, "messages")
+    check_chars(num_chars, tokenizer, max_model_len, "messages")
     continues = bool(options.continue_final_message)
     adds_prompt = options.add_generation_prompt
-    rendered = await template.render_async(
+    return await template.render_async(
         tokenizer,
         checked_messages,
         owner,
@@ -258,7 +288,6 @@ async def render_chat(
         continue_final_message=continues,
         kwargs=_template_variables(options),
     )
-    return await asyncio.to_thread(lambda: (unshield(rendered), tokenizer.encode_prompt(rendered)))
 
 
 def _template_variables(options: TemplateOptions) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Failures as JSON: {"error": {"message", "type", "param", "code"}}, or in Anthropic's shape.
+"""Failures as JSON: {"error": {"message", "type", "param", "code"}}, or in the shape of Anthropic's
+or Ollama's API.
 
 A 500 reveals nothing about the server's internals. Its text is fixed; the request id identifies the
 log line.
@@ -9,6 +10,7 @@ import math
 import random
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 from aiohttp import web
@@ -17,6 +19,8 @@ from moeserve.errors import Overloaded, RequestError, RequestFailed, place_of
 from moeserve.protocol import ErrorBody, ErrorResponse
 
 log = logging.getLogger(__name__)
+
+ErrorShape = Literal["openai", "anthropic", "ollama"]
 
 SERVER = "moeserve"  # the Server header: no versions
 MAX_ECHO = 64  # characters of a user's value that may come back in a message
@@ -50,6 +54,12 @@ class AnthropicError(msgspec.Struct, tag="error"):
     request_id: str
 
 
+class OllamaError(msgspec.Struct):
+    """An error answer of /api/..., and the line that ends a stream which failed."""
+
+    error: str
+
+
 class HttpError(RequestError):
     """An error at the HTTP level: malformed bytes, sizes, timeouts, methods.
 
@@ -78,10 +88,12 @@ def error_message(error: RequestError, request_id: str) -> str:
     return message[:MAX_MESSAGE]
 
 
-def error_body(error: RequestError, request_id: str, *, anthropic: bool = False) -> bytes:
+def error_body(error: RequestError, request_id: str, *, shape: ErrorShape = "openai") -> bytes:
     """Return the error as JSON."""
     message = error_message(error, request_id)
-    if anthropic:
+    if shape == "ollama":
+        return msgspec.json.encode(OllamaError(message))
+    if shape == "anthropic":
         other_kind = "invalid_request_error" if error.http_status < 500 else "api_error"
         kind = _ANTHROPIC_TYPES.get(error.http_status, other_kind)
         return msgspec.json.encode(AnthropicError(AnthropicErrorBody(kind, message), request_id))
@@ -111,7 +123,7 @@ def shorten_line(text: str) -> str:
 
 
 def error_response(
-    error: RequestError, request_id: str, *, anthropic: bool = False
+    error: RequestError, request_id: str, *, shape: ErrorShape = "openai"
 ) -> web.Response:
     """Return the response with the status, the body and the headers that belong to the status."""
     headers = {"X-Request-Id": request_id, "Server": SERVER}
@@ -129,7 +141,7 @@ def error_response(
     if isinstance(error, HttpError) and error.allowed:
         headers["Allow"] = ", ".join(error.allowed)
     return web.Response(
-        body=error_body(error, request_id, anthropic=anthropic),
+        body=error_body(error, request_id, shape=shape),
         status=error.http_status,
         content_type="application/json",
         headers=headers,

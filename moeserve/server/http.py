@@ -35,8 +35,8 @@ MAX_PROBE_PAUSE_S = 4.0
 STALL_S = 30.0  # a stream is dropped if its client reads nothing for this long
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
-_SSE_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+_STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
@@ -307,7 +307,7 @@ class HttpServer(web.Server):
 
 
 class SseStream:
-    """One response of server-sent events.
+    """One streamed response: server-sent events, or another media type.
 
     `start` sends the status line, so an error can set the status until then. While the socket
     accepts data (`can_write`), each delta is one `write`. When the socket is full, `send` waits,
@@ -315,9 +315,13 @@ class SseStream:
     most the memory of its own answer.
     """
 
-    def __init__(self, request: web.BaseRequest, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, request: web.BaseRequest, headers: Mapping[str, str], media_type: str = EVENT_STREAM
+    ) -> None:
         self._request = request
-        self._response = web.StreamResponse(headers={**_SSE_HEADERS, **headers})
+        self._response = web.StreamResponse(
+            headers={"Content-Type": media_type, **_STREAM_HEADERS, **headers}
+        )
         self._loop = asyncio.get_running_loop()
         self.sent_at_s = self._loop.time()  # when the last write began
         self.sending = False  # a `send` waits for the reader

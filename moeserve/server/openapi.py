@@ -205,7 +205,9 @@ def _responses(route: Route, shapes: dict[Any, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {
         route.media: {} if route.gives is None else {"schema": shapes[route.gives]}
     }
-    if route.event is not None:
+    if route.event is not None and route.ndjson:
+        content["application/x-ndjson"] = {"itemSchema": shapes[route.event]}
+    elif route.event is not None:
         # One server-sent event whose data are JSON.
         data = {
             "type": "string",

@@ -144,10 +144,7 @@ _REFUSED: Refusals = {
     ),
     "use_beam_search": ("beam search is not supported", (False,)),
     "length_penalty": ("beam search is not supported", (1, 1.0)),
-    "suffix": (
-        "fill-in-the-middle is not supported: write the prompt in the model's own form",
-        ("",),
-    ),
+    "suffix": ("only /v1/completions fills in the middle", ("",)),
     "documents": ("documents are not supported: put them into a message", ([],)),
     "chat_template": ("a request cannot have its own template", ()),
     "truncate_prompt_tokens": ("prompts are never truncated; shorten the prompt yourself", ()),
@@ -211,7 +208,7 @@ def decode(raw: dict[str, Any], kind: type[R]) -> Decoded[R]:
         if name == "best_of" and raw[name] == (raw.get("n") or 1):
             continue
         reason, harmless = refused[name]
-        _check_refused(name, raw[name], reason, harmless)
+        check_refused(name, raw[name], reason, harmless)
     request = convert(raw, kind)
     ignored: list[str] = []
     if isinstance(request, Sampling):
@@ -230,7 +227,8 @@ def _refused(kind: type[Struct]) -> Refusals:
     return elsewhere | dict(kind.refused)
 
 
-def _check_refused(name: str, value: Any, reason: str, harmless: tuple[Any, ...]) -> None:
+def check_refused(name: str, value: Any, reason: str, harmless: tuple[Any, ...]) -> None:
+    """Raise InvalidRequest unless the value of a refused field is null or harmless."""
     if value is None:
         return
     # The types must be equal, too, because 1 == True.

@@ -21,10 +21,11 @@ class Route:
     path: str
     handler: Callable[[HttpCall], Awaitable[web.StreamResponse]]
     takes: type[msgspec.Struct] | None = None  # the struct of the body
-    gives: type[msgspec.Struct] | None = None  # the struct of the answer
+    gives: Any = None  # the struct of the answer, or a union with it; None: no JSON
     event: Any = None  # the struct of a streamed answer's events, or a union of structs
     query: type[msgspec.Struct] | None = None  # the struct of the URL's parameters
     probe: bool = False  # needs no key
+    ndjson: bool = False  # the events of a stream are lines of JSON, not server-sent events
     form: bool = False  # the body is multipart/form-data, not JSON
     media: str = "application/json"  # the media type of an answer that is not a struct
     error: type[msgspec.Struct] = ErrorResponse  # the struct of errors

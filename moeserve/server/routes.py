@@ -11,6 +11,7 @@ from moeserve.server import (
     batches,
     file_objects,
     files,
+    lm_studio,
     openapi,
     status,
     tokenize,
@@ -19,9 +20,21 @@ from moeserve.server import (
 )
 from moeserve.server.call import HttpCall
 from moeserve.server.chat_request import ChatRequest
-from moeserve.server.dialects import chat, completions, messages, responses
+from moeserve.server.dialects import (
+    chat,
+    completions,
+    infill,
+    messages,
+    ollama,
+    ollama_models,
+    responses,
+)
+from moeserve.server.dialects.infill_answer import InfillAnswer, InfillChunk
+from moeserve.server.dialects.infill_request import InfillRequest
 from moeserve.server.dialects.messages_answer import MessageAnswer, MessageEvent, TokenCount
 from moeserve.server.dialects.messages_request import CountTokensRequest, MessagesRequest
+from moeserve.server.dialects.ollama_answer import OllamaChatAnswer, OllamaGenerateAnswer
+from moeserve.server.dialects.ollama_request import OllamaChatRequest, OllamaGenerateRequest
 from moeserve.server.dialects.responses_answer import (
     InputTokens,
     ItemList,
@@ -29,7 +42,7 @@ from moeserve.server.dialects.responses_answer import (
     ResponseEvent,
 )
 from moeserve.server.dialects.responses_request import ResponsesRequest
-from moeserve.server.errors import AnthropicError
+from moeserve.server.errors import AnthropicError, OllamaError
 from moeserve.server.route import Route
 
 
@@ -75,6 +88,14 @@ ROUTES = (
         takes=completions.CompletionRequest,
         gives=protocol.Completion,
         event=protocol.Completion,
+    ),
+    Route(
+        "POST",
+        "/infill",
+        infill.infill,
+        takes=InfillRequest,
+        gives=InfillAnswer | list[InfillAnswer],
+        event=InfillChunk,
     ),
     Route(
         "POST",
@@ -126,6 +147,67 @@ ROUTES = (
         gives=TokenCount,
         error=AnthropicError,
     ),
+    Route(
+        "POST",
+        "/api/chat",
+        ollama.chat,
+        takes=OllamaChatRequest,
+        gives=OllamaChatAnswer,
+        event=OllamaChatAnswer,
+        ndjson=True,
+        error=OllamaError,
+    ),
+    Route(
+        "POST",
+        "/api/generate",
+        ollama.generate,
+        takes=OllamaGenerateRequest,
+        gives=OllamaGenerateAnswer,
+        event=OllamaGenerateAnswer,
+        ndjson=True,
+        error=OllamaError,
+    ),
+    Route(
+        "POST",
+        "/api/show",
+        ollama_models.show,
+        takes=ollama_models.ShowRequest,
+        gives=ollama_models.ShownModel,
+        error=OllamaError,
+    ),
+    Route(
+        "GET",
+        "/api/tags",
+        ollama_models.tags,
+        gives=ollama_models.ListedModels,
+        error=OllamaError,
+    ),
+    Route("GET", "/api/ps", ollama_models.ps, gives=ollama_models.LoadedModels, error=OllamaError),
+    Route(
+        "GET",
+        "/api/version",
+        ollama_models.ollama_version,
+        gives=protocol.VersionResponse,
+        error=OllamaError,
+    ),
+    Route(
+        "POST",
+        "/api/v0/chat/completions",
+        lm_studio.studio_chat_completions,
+        takes=ChatRequest,
+        gives=protocol.ChatCompletion,
+        event=protocol.ChatCompletionChunk,
+    ),
+    Route(
+        "POST",
+        "/api/v0/completions",
+        completions.completions,
+        takes=completions.CompletionRequest,
+        gives=protocol.Completion,
+        event=protocol.Completion,
+    ),
+    Route("GET", "/api/v0/models", lm_studio.list_studio_models, gives=lm_studio.StudioModels),
+    Route("GET", "/api/v0/models/", lm_studio.retrieve_studio_model, gives=lm_studio.StudioModel),
     Route("GET", "/v1/models", status.list_models, gives=protocol.ModelList),
     Route("GET", "/v1/models/", status.retrieve_model, gives=protocol.ModelCard),
     Route("DELETE", "/v1/requests/", admin.abort_request, gives=protocol.Aborted),

@@ -1,12 +1,14 @@
-"""The page at `/` and its files: a playground and a live view of the engine.
+"""The page at `/` and its files: conversations with the model and a live view of the engine.
 
 The page uses the API like any client. It loads without a key, and asks for one when the API needs
 it. Its content security policy allows only files and routes of this server.
 """
 
 import hashlib
+from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from aiohttp import web
 
@@ -19,13 +21,15 @@ _TYPES = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
+    "woff2": "font/woff2",
 }
 _HEADERS = {
     # Browsers cache the files but revalidate them, since the files of one version belong together.
     "Cache-Control": "no-cache",
+    # No script can parse a string as HTML but DOMPurify, which the page gives what models write.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self'; connect-src 'self'; form-action 'none'; base-uri 'none'; "
-    "frame-ancestors 'none'",
+    "img-src 'self'; font-src 'self'; connect-src 'self'; form-action 'none'; base-uri 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -36,14 +40,23 @@ _HEADERS = {
 def _files() -> dict[str, tuple[bytes, dict[str, str]]]:
     """Return the bodies and headers of all files by name. No name of a request becomes a path."""
     assets = {}
-    for entry in (files("moeserve") / "assets" / "ui").iterdir():
+    for name, entry in _walk(files("moeserve") / "assets" / "ui"):
+        content_type = _TYPES.get(name.rpartition(".")[2])
+        if content_type is None:  # licences of vendored files
+            continue
         body = entry.read_bytes()
         etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-        assets[entry.name] = (
-            body,
-            {"ETag": etag, "Content-Type": _TYPES[entry.name.rpartition(".")[2]]},
-        )
+        assets[name] = (body, {"ETag": etag, "Content-Type": content_type})
     return assets
+
+
+def _walk(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Traversable]]:
+    """Yield the files of a folder and their paths in it."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _walk(entry, f"{prefix}{entry.name}/")
+        else:
+            yield prefix + entry.name, entry
 
 
 async def page(call: HttpCall) -> web.StreamResponse:

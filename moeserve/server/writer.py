@@ -16,7 +16,7 @@ from moeserve.errors import RequestError
 from moeserve.frontend.generation import Delta
 from moeserve.server.conversation import Conversation
 from moeserve.server.errors import error_body
-from moeserve.server.http import DONE, PING
+from moeserve.server.http import DONE, EVENT_STREAM, PING
 from moeserve.server.logprobs import LogprobFormat
 from moeserve.server.requests import Sampling, StreamOptions
 from moeserve.server.running import RunningRequest
@@ -33,6 +33,8 @@ class StreamWriter(ABC):
 
     Each of them may return b"".
     """
+
+    media_type = EVENT_STREAM
 
     @abstractmethod
     def opening(self) -> bytes:

@@ -43,6 +43,7 @@ class DataFormat:
         reasoning = self._syntax.reasoning
         if reasoning is not None and template and reasoning.open not in template:
             self._constrained = replace(self._syntax, reasoning=None)
+        self.reasons = self._constrained.reasoning is not None
         added = tokenizer.backend.get_added_tokens_decoder()
         ids = [tokenizer.backend.token_to_id(stop) for stop in self._syntax.stop]
         self.stop_ids = tuple(token_id for token_id in ids if token_id is not None)
@@ -59,9 +60,12 @@ class DataFormat:
         prompt: str = "",
         continued: bool = False,
         required: bool = False,
+        calls: bool = True,
     ) -> AnswerParser:
         reasons = self._reasons(prompt, continued=continued)
-        return SyntaxParser(self._prepared_syntax, tools, reasons=reasons, required=required)
+        return SyntaxParser(
+            self._prepared_syntax, tools, reasons=reasons, required=required, calls=calls
+        )
 
     def constraint(
         self,

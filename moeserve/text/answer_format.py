@@ -52,6 +52,7 @@ class AnswerFormat(Protocol):
 
     name: str
     stop_ids: tuple[int, ...]  # tokens that end an answer, in addition to the model's end tokens
+    reasons: bool  # whether the model may reason before it answers
 
     def parser(
         self,
@@ -60,6 +61,7 @@ class AnswerFormat(Protocol):
         prompt: str = "",
         continued: bool = False,
         required: bool = False,
+        calls: bool = True,
     ) -> AnswerParser:
         """Return the parser of one answer, for the text of `Tokenizer.marked_pieces`.
 
@@ -70,6 +72,8 @@ class AnswerFormat(Protocol):
             prompt: The rendered prompt.
             continued: The answer continues the last message of the prompt.
             required: The answer must call a tool, so an incomplete mark at its end is not content.
+            calls: The request offers tools. Otherwise the answer has no calls, even if the model
+                writes one.
         """
 
     def constraint(

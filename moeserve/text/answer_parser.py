@@ -34,7 +34,13 @@ class SyntaxParser:
     """
 
     def __init__(
-        self, syntax: PreparedSyntax, tools: Sequence[Tool], *, reasons: bool, required: bool
+        self,
+        syntax: PreparedSyntax,
+        tools: Sequence[Tool],
+        *,
+        reasons: bool,
+        required: bool,
+        calls: bool = True,
     ) -> None:
         """Begin an answer.
 
@@ -43,6 +49,7 @@ class SyntaxParser:
             tools: The tools in the request.
             reasons: The answer begins within the reasoning.
             required: The answer must call a tool, so an incomplete mark at its end is not content.
+            calls: The request offers tools. Otherwise calls are content.
         """
         self._syntax = syntax
         functions = [
@@ -53,6 +60,7 @@ class SyntaxParser:
             for function in functions
         }
         self._required = required
+        self._reads_calls = calls
         self._text = AnswerText(drops_partial_stop=required)
         self._parts: list[Part] = []
         self._content = _Flow("content", self._parts)
@@ -74,7 +82,7 @@ class SyntaxParser:
         pending_mark = ""  # a mark that was read, and is not handled yet
         if reasons or (yield from self._starts_reasoning()):
             pending_mark = yield from self._reasoning()
-        if not pending_mark and "" in syntax.calls.open:
+        if not pending_mark and "" in syntax.calls.open and self._reads_calls:
             yield from self._bare_calls()
         while True:
             mark = pending_mark
@@ -85,10 +93,8 @@ class SyntaxParser:
                 break
             if mark == syntax.think.open and (self._content.is_empty or syntax.think_has_special):
                 pending_mark = yield from self._reasoning()
-            elif mark == syntax.section.open:
-                yield from self._section()
-            elif mark in syntax.calls.open:
-                yield from self._call_outside_section(mark)
+            elif mark in (syntax.section.open, *syntax.calls.open):
+                yield from self._marked_calls(mark)
             elif mark not in syntax.dropped:
                 self._content.add(mark)
         self._content.end(keep=not self._num_calls)
@@ -116,6 +122,16 @@ class SyntaxParser:
         flow.end(keep=not mark)
         self._content.trim()
         return "" if mark == self._syntax.think.close else mark
+
+    def _marked_calls(self, mark: str) -> Wait[None]:
+        """Read the calls that a mark begins."""
+        if not self._reads_calls:
+            self._content.add(mark)
+            self._shown_controls = self._syntax.special  # more marks of the call may follow
+        elif mark == self._syntax.section.open:
+            yield from self._section()
+        else:
+            yield from self._call_outside_section(mark)
 
     def _call_outside_section(self, opening: str) -> Wait[None]:
         yield from self._call(opening)

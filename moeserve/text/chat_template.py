@@ -8,6 +8,7 @@ whole program; it starts with the first template and is closed at exit.
 import asyncio
 import atexit
 import importlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -19,8 +20,10 @@ import msgspec
 
 from moeserve.errors import CheckpointError, ConfigError, InvalidRequest
 from moeserve.loader.documents import read_optional_json
+from moeserve.text.chat_messages import Chat
 from moeserve.text.sandbox_pool import SandboxPool
 from moeserve.text.sandbox_process import SandboxDied, SandboxProcess
+from moeserve.text.template_fit import TemplateFit
 from moeserve.text.tokenizer import Tokenizer
 
 _CONTINUE_MARK = "\ufdd3"  # marks the end of the message to continue, during rendering
@@ -38,20 +41,6 @@ MAX_KWARG_CHARS = 4096
 MAX_TEMPLATE_CHARS = 2 * 2**20
 # model_type -> moeserve's own template, for a model whose format is published as Python code
 _OWN_TEMPLATES = {"deepseek_v32": "deepseek_v32.jinja"}
-# A conversation with a tool call in a message without text. The probe tries values of its content.
-_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
-_CALL_PROBE: list[dict[str, Any]] = [
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "tool_calls": [_CALL]},
-    {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "c"},
-    {"role": "user", "content": "more"},
-]
-# Conversations with two system messages, whose texts must both be in the prompt.
-_SYSTEM_TEXTS = ("probe one", "probe two")
-_FIRST_SYSTEM, _SECOND_SYSTEM = ({"role": "system", "content": text} for text in _SYSTEM_TEXTS)
-_USER = {"role": "user", "content": "hi"}
-_ADJACENT_SYSTEMS_PROBE = [_FIRST_SYSTEM, _SECOND_SYSTEM, _USER]
-_LATE_SYSTEM_PROBE = [_FIRST_SYSTEM, _USER, _SECOND_SYSTEM]
 
 SANDBOXES = SandboxPool(
     "moeserve.text.template_sandbox", str(MAX_SECONDS), purpose="chat templates"
@@ -59,8 +48,13 @@ SANDBOXES = SandboxPool(
 atexit.register(SANDBOXES.close)
 
 
+_VERBS = {
+    "rejects": "rejects", "limit": "exceeds its limits on", "died": "exceeds its limits on",
+}  # fmt: skip
+
+
 class _Rendering(NamedTuple):
-    outcome: str  # "text", or what failed; see `template_sandbox`
+    outcome: str  # "text", "died" (the sandbox), or what failed; see `template_sandbox`
     text: str  # the prompt, or the reason
 
 
@@ -102,13 +96,10 @@ class ChatTemplate:
                 f"{origin}: rejected: it has more than {MAX_TEMPLATE_CHARS:,} characters"
             )
         # Whether the template renders definitions of tools, and earlier tool calls
-        self.takes_tools = "tools" in self._probe_variables(origin).split()
+        self._names = frozenset(self._probe_variables(origin).split())
+        self.takes_tools = "tools" in self._names or "functions" in self._names
         self.takes_calls = "tool_calls" in self.source_for_tools
-        # The content of messages with tool calls and without text
-        self._content_of_calls = self._probe_content_of_calls() if self.takes_calls else ""
-        # Whether the template shows several system messages at the start, and later ones
-        self._takes_adjacent_systems = self._shows_both_systems(_ADJACENT_SYSTEMS_PROBE)
-        self._takes_late_system = self._shows_both_systems(_LATE_SYSTEM_PROBE)
+        self._fit = TemplateFit()
 
     @classmethod
     def load(cls, model_dir: Path, override: Path | str | None = None) -> "ChatTemplate | None":
@@ -217,25 +208,23 @@ class ChatTemplate:
             )
         shield = tokenizer.control.shield
         shielded = [self._shielded(message, shield) for message in messages]
-        if not (self._takes_adjacent_systems and self._takes_late_system):
-            shielded = merge_systems(shielded, only_adjacent=self._takes_late_system)
-        if continue_final_message:
-            if messages[-1].get("content") is None:
-                raise InvalidRequest("the final message has no text to continue", param="messages")
-            # The space shows whether the template trims contents.
-            shielded[-1]["content"] += _CONTINUE_MARK + " "
         extra = dict(kwargs or {})
         now = _clock(extra.pop(_CLOCK_NAME, None))
         _check_kwargs(extra)
+        chat = Chat(shielded, _shield_all(tools, shield))
+        chat = self._fit.fit(chat, partial(self._render_probe, sandbox, tokenizer))
+        if continue_final_message:
+            if messages[-1].get("content") is None or not chat.messages[-1].get("content"):
+                raise InvalidRequest("the final message has no text to continue", param="messages")
+            # The space shows whether the template trims contents.
+            continued = chat.messages[-1]["content"] + _CONTINUE_MARK + " "
+            chat.messages[-1] = chat.messages[-1] | {"content": continued}
         variables = {name: shield(v) if isinstance(v, str) else v for name, v in extra.items()}
         variables |= tokenizer.special_tokens
-        variables |= {
-            "tools": _shield_all(tools, shield),
-            "add_generation_prompt": add_generation_prompt,
-        }
-        outcome, text = self._run_template(sandbox, variables | {"messages": shielded}, now)
+        variables["add_generation_prompt"] = add_generation_prompt
+        outcome, text = self._run_template(sandbox, variables | self._variables(chat, now), now)
         if outcome != "text":
-            verb = {"rejects": "rejects", "limit": "exceeds its limits on"}.get(outcome, "fails on")
+            verb = _VERBS.get(outcome, "fails on")
             raise InvalidRequest(
                 f"the model's chat template {verb} these messages: {text[:200]}", param="messages"
             )
@@ -266,11 +255,37 @@ class ChatTemplate:
             only_special = role == "assistant" and isinstance(value, str)
             copy[name] = _shield_all(value, shield, only_special=only_special)
         # Templates concatenate a content of null, show it as the word None, or fail on it.
-        copy.setdefault("content", self._content_of_calls if copy.get("tool_calls") else "")
+        if not copy.get("tool_calls"):
+            copy.setdefault("content", "")
         reasoning = next((copy[name] for name in _REASONING_FIELDS if name in copy), None)
         if reasoning is None:
             return copy
         return {"thinking": reasoning} | copy | {"reasoning_content": reasoning}
+
+    def _render_probe(
+        self, sandbox: SandboxProcess, tokenizer: Tokenizer, chat: Chat
+    ) -> str | None:
+        """Return the prompt of a probe; None if the template fails.
+
+        Raise InvalidRequest if it exceeds the limits of time and memory, which it may do with each
+        of the probes.
+        """
+        now = datetime.now()
+        variables = tokenizer.special_tokens | {"add_generation_prompt": True}
+        outcome, text = self._run_template(sandbox, variables | self._variables(chat, now), now)
+        if outcome == "died":
+            raise InvalidRequest(f"the model's chat template exceeds its limits: {text[:200]}")
+        return text if outcome == "text" else None
+
+    def _variables(self, chat: Chat, now: datetime) -> dict[str, Any]:
+        """Return the variables of a conversation."""
+        variables: dict[str, Any] = {"messages": chat.messages, "tools": chat.tools}
+        if "functions" in self._names:  # a name of 2024, for JSON text
+            functions = [tool.get("function", tool) for tool in chat.tools or ()]
+            variables["functions"] = json.dumps(functions, ensure_ascii=False)
+        if "datetime" in self._names:
+            variables["datetime"] = now.strftime("%Y-%m-%d")  # no time: it would change each prompt
+        return variables
 
     def _run_template(
         self, sandbox: SandboxProcess, variables: dict[str, Any], now: datetime
@@ -295,74 +310,12 @@ class ChatTemplate:
 
         renderings = self._sandboxes.submit(work).result()
         for outcome, why in renderings:
-            if outcome in ("syntax", "limit"):  # with others, it may still render conversations
+            # With other outcomes, it may still render conversations.
+            if outcome in ("syntax", "limit", "died"):
                 raise CheckpointError(
                     f"{origin}: rejected: {why[:500]}. Pass another with --chat-template"
                 )
         return renderings[-1].text
-
-    def _probe_content_of_calls(self) -> str | None:
-        """Return the content for messages with tool calls and without text: "" or None.
-
-        Most templates render both equally. Some fail with None, or write the word None. A few write
-        an additional turn for "" (DeepSeek-R1-Distill-Qwen); these get None.
-        """
-
-        def work(sandbox: SandboxProcess) -> list[_Rendering]:
-            now = datetime.now()
-            renderings = []
-            for content in ("", None):
-                user, call, *rest = _CALL_PROBE
-                messages = [user, call | {"content": content}, *rest]
-                variables = {"messages": messages, "add_generation_prompt": True}
-                renderings.append(self._run_template(sandbox, variables, now))
-            return renderings
-
-        with_empty, with_none = self._sandboxes.submit(work).result()
-        if with_none.outcome != "text" or (
-            with_empty.outcome == "text" and len(with_none.text) >= len(with_empty.text)
-        ):
-            return ""
-        return None
-
-    def _shows_both_systems(self, messages: list[dict[str, Any]]) -> bool:
-        """Return whether the template renders two system messages, and drops neither."""
-
-        def work(sandbox: SandboxProcess) -> list[_Rendering]:
-            now = datetime.now()
-            variables: dict[str, Any] = {"messages": messages, "add_generation_prompt": True}
-            return [
-                self._run_template(sandbox, variables, now),
-                self._run_template(sandbox, variables | {"tools": []}, now),
-            ]
-
-        return all(
-            outcome == "text" and all(shown in text for shown in _SYSTEM_TEXTS)
-            for outcome, text in self._sandboxes.submit(work).result()
-        )
-
-
-def merge_systems(messages: list[dict[str, Any]], *, only_adjacent: bool) -> list[dict[str, Any]]:
-    """Return the conversation with system messages joined, for a template that takes only one.
-
-    Agents send several, and later ones; their rules must reach the model.
-
-    only_adjacent: join only those that follow each other; otherwise all become the first message.
-    """
-    merged: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] != "system":
-            merged.append(message)
-            continue
-        at = len(merged) - 1 if only_adjacent else 0
-        if merged and merged[at]["role"] == "system":
-            text = "\n\n".join((merged[at]["content"], message["content"]))
-            merged[at] = merged[at] | {"content": text}
-        elif only_adjacent:
-            merged.append(message)
-        else:
-            merged.insert(0, message)
-    return merged
 
 
 def _read(path: Path) -> str:
@@ -471,4 +424,4 @@ def _ask_sandbox(
     try:
         return _Rendering(*msgspec.json.decode(sandbox.ask(line), type=tuple[str, str]))
     except SandboxDied as death:
-        return _Rendering("limit", f"it {death}")
+        return _Rendering("died", f"it {death}")

@@ -40,8 +40,14 @@ class HarmonyParser:
     in which control tokens differ from text that looks like them.
     """
 
-    def __init__(self, *, in_message: bool = False) -> None:
-        """in_message: the answer continues a message of the prompt."""
+    def __init__(self, *, in_message: bool = False, calls: bool = True) -> None:
+        """Begin an answer.
+
+        Args:
+            in_message: The answer continues a message of the prompt.
+            calls: The request offers tools.
+        """
+        self._reads_calls = calls
         self._call_name: str | None = None  # of an incomplete call
         self._call_arguments: list[str] = []  # in pieces
         self._held = ""  # possibly the beginning of a control token
@@ -100,10 +106,10 @@ class HarmonyParser:
             channel = _CHANNEL.search(self._header)
             recipient = _RECIPIENT.search(self._header)
             self._kind = "reasoning" if channel and channel[1] == "analysis" else "content"
-            if recipient and recipient[1].startswith("functions."):
+            if recipient and recipient[1].startswith("functions.") and self._reads_calls:
                 self._call_name = recipient[1].removeprefix("functions.")
                 self._call_arguments = []
-            elif recipient:  # a built-in tool of gpt-oss, which the request did not offer
+            elif recipient:  # a tool that the request did not offer, or one built into gpt-oss
                 self._kind = "reasoning"
             self._header = None
         elif name == "<|start|>" or name in _END_TOKENS:
@@ -126,6 +132,7 @@ class HarmonyFormat:
     """Harmony as an `AnswerFormat`, with a tokenizer that has its tokens. A call ends an answer."""
 
     name = "harmony"
+    reasons = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._special = special_tokens(tokenizer)
@@ -138,8 +145,9 @@ class HarmonyFormat:
         prompt: str = "",
         continued: bool = False,
         required: bool = False,
+        calls: bool = True,
     ) -> HarmonyParser:
-        return HarmonyParser(in_message=continued)
+        return HarmonyParser(in_message=continued, calls=calls)
 
     def constraint(
         self,

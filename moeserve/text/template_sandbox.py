@@ -14,7 +14,7 @@ seconds or MAX_MEMORY bytes ends the process.
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -37,7 +37,16 @@ _NOT_ASCII = re.compile("[^\0-~\ufdd0]+")
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """An environment that raises for access to Python's internals, instead of Undefined."""
+    """An environment that raises for access to Python's internals, instead of Undefined.
+
+    Lists have `append` and `pop`, because templates keep queues in them (Kimi-K2). The variables
+    are those of one rendering.
+    """
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if attr in ("append", "pop") and type(obj) is list:
+            return True
+        return super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         raise SecurityError(
@@ -61,7 +70,7 @@ def _namespace(*args: Any, **values: Any) -> _Namespace:
     return space
 
 
-class _GenerationTag(Extension):
+class GenerationTag(Extension):
     """`{% generation %}...{% endgeneration %}`, which marks training targets: renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
@@ -80,11 +89,23 @@ def _tojson(
 ) -> str:
     """Return JSON like transformers; jinja2's own filter escapes HTML. MARK is never escaped."""
     text = json.dumps(
-        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=False,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_listed,
     )
     if not ensure_ascii:
         return text
     return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text)
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return the items of a filter's result, which templates of llama.cpp show as JSON."""
+    if isinstance(value, Generator):
+        return list(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _raise_exception(message: str) -> None:
@@ -92,7 +113,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _environment() -> _Sandbox:
-    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
+    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
     env.filters["tojson"] = _tojson
     # Equal messages must give equal prompts, so there is no randomness.
     del env.filters["random"]

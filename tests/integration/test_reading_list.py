@@ -20,7 +20,8 @@ import pytest
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
-MOST_FILES = 70  # three of them read the answer in its tool format
+# Three of them read the answer in its tool format; five fit the conversation to the template.
+MOST_FILES = 75
 
 
 def reading_list() -> tuple[list[str], set[str]]:

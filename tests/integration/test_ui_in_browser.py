@@ -1,54 +1,21 @@
-"""The page at `/` in headless Chromium. Skipped where playwright or a chromium is missing: `pip
-install playwright` and Debian's package `chromium`, or CHROMIUM with the path of a browser."""
+"""The page at `/` in a browser: questions and answers, tools, keys, and the view of the engine."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.integration.browser import CONTRAST, DONE, ask, marks, opened
 from tests.integration.conftest import Server, running_server
 from tests.server.conftest import live_server, make_tokenizer
 from tests.server.test_harmony import CALLS, TOOLS, answering
 
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or ""
-browsers = pytest.importorskip("playwright.async_api")
-pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(not CHROMIUM, reason="needs chromium")]
-DONE = "article.assistant:last-child[aria-busy=false]"
-
-
-@asynccontextmanager
-async def opened(url: str, *, refusals: int = 0, **context: Any) -> AsyncIterator[Any]:
-    """A page without errors but for this number of requests that the server refuses."""
-    wrong: list[str] = []
-    async with browsers.async_playwright() as play:
-        browser = await play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = await (await browser.new_context(**context)).new_page()
-        page.set_default_timeout(15_000)
-        page.on(
-            "console",
-            lambda message: wrong.append(message.text) if message.type == "error" else None,
-        )
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        await page.goto(url)
-        yield page
-        await browser.close()
-    refused = [text for text in wrong if "the server responded with a status of" in text]
-    assert [text for text in wrong if text not in refused] == []
-    assert bool(refused) == bool(refusals)
-
-
-async def ask(page: Any, text: str) -> None:
-    await page.fill("#prompt", text)
-    await page.press("#prompt", "Enter")
+pytestmark = marks
 
 
 async def test_a_conversation_by_keyboard_alone(server: Server) -> None:
@@ -79,15 +46,18 @@ async def test_a_conversation_by_keyboard_alone(server: Server) -> None:
         assert await page.locator("#tooltip tr").count() == 5
         assert await page.inner_text("#spoken") == text.strip()
 
-        await page.click("text=Regenerate")
+        await page.get_by_role("button", name="Regenerate").click()
         await page.wait_for_selector(DONE)
+        await page.get_by_text("2/2").wait_for()
         assert await page.inner_text(".tokens") == text  # the seed is the same
         await page.locator(".curl summary").click()
         shown = await page.inner_text(".curl pre")
         assert json.loads(shown.partition("-d '")[2].removesuffix("'")) == sent[-1]
 
         await page.reload()
+        await page.wait_for_selector(DONE)
         assert await page.inner_text(".tokens") == text
+        assert await page.input_value("[name=system]") == "Be kind."
 
 
 async def test_escape_stops_and_errors_are_told(server: Server) -> None:
@@ -95,7 +65,9 @@ async def test_escape_stops_and_errors_are_told(server: Server) -> None:
         await page.fill("[name=more]", '{"ignore_eos": true}')
         await ask(page, "Tell me a story about a fox.")
         await (
-            page.locator("article.assistant .text").filter(has_text=re.compile(".{20}")).wait_for()
+            page.locator("article.assistant > .text")
+            .filter(has_text=re.compile(".{20}"))
+            .wait_for()
         )
         await page.keyboard.press("Escape")
         await page.wait_for_selector(DONE)
@@ -111,13 +83,13 @@ async def test_escape_stops_and_errors_are_told(server: Server) -> None:
 
 
 async def test_tools_are_called_and_answered() -> None:
-    async with answering(CALLS) as live, opened(live.url) as page:
+    async with answering(CALLS, context=1024) as live, opened(live.url) as page:
         await page.fill("[name=tools]", json.dumps(TOOLS))
         await ask(page, "a fox")
         await page.wait_for_selector(DONE)
-        assert await page.locator("details.reasoning").first.get_attribute("open") is None
-        await page.get_by_text("Reasoning", exact=True).click()
-        assert await page.locator(".reasoning .text").first.inner_text() == "A fox 😀?"
+        assert await page.locator("details.fold").first.get_attribute("open") is None
+        await page.get_by_text(re.compile("^Thought for")).click()
+        assert await page.locator(".fold > .text").first.inner_text() == "A fox 😀?"
         assert [await page.locator(".call strong").nth(i).inner_text() for i in range(2)] == [
             "find",
             "go",
@@ -183,7 +155,7 @@ async def test_a_killed_engine_is_seen_and_the_answer_goes_on(tmp_path: Path) ->
             await page.fill("[name=more]", '{"ignore_eos": true, "max_tokens": 300}')
             await ask(page, "Tell me a story about a fox.")
             await (
-                page.locator("article.assistant .text")
+                page.locator("article.assistant > .text")
                 .filter(has_text=re.compile(".{20}"))
                 .wait_for()
             )
@@ -224,28 +196,3 @@ async def test_it_fits_a_phone_and_its_text_can_be_read(server: Server, scheme: 
             await page.wait_for_selector("#state[data-state=ready]")
             assert await page.evaluate("document.documentElement.scrollWidth") == 360
             assert await page.evaluate(CONTRAST) == []
-
-
-CONTRAST = """() => {
-  const light = (colour) => {
-    const context = document.createElement("canvas").getContext("2d");
-    context.fillStyle = colour;
-    context.fillRect(0, 0, 1, 1);
-    const linear = (v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-    const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map((v) => linear(v / 255));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const ground = (node) => {
-    const colour = getComputedStyle(node).backgroundColor;
-    const clear = colour === "rgba(0, 0, 0, 0)";
-    return clear && node.parentElement ? ground(node.parentElement) : colour;
-  };
-  const poor = [];
-  for (const node of document.querySelectorAll("body *")) {
-    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
-    if (!own || !node.checkVisibility() || node.closest(".sr, .skip, option, noscript")) continue;
-    const [a, b] = [light(getComputedStyle(node).color), light(ground(node))].sort((x, y) => y - x);
-    if ((a + 0.05) / (b + 0.05) < 4.5) poor.push(node.outerHTML.slice(0, 120));
-  }
-  return poor;
-}"""

@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from moeserve.actor.actor import Inbox
 from moeserve.config import ServerConfig
@@ -48,9 +48,17 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CONTEXT = 256
+FIM_TOKENS = (  # Qwen's tokens to fill in the middle
+    "<|fim_prefix|>",
+    "<|fim_suffix|>",
+    "<|fim_middle|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+)
 
 
-def make_tokenizer() -> Tokenizer:
+def make_tokenizer(fim_tokens: Sequence[str] = FIM_TOKENS) -> Tokenizer:
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
@@ -59,6 +67,7 @@ def make_tokenizer() -> Tokenizer:
         [STORY] * 4, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
     )
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.add_tokens([AddedToken(text, normalized=False) for text in fim_tokens])
     return Tokenizer(backend, {"eos_token": "<|im_end|>"})
 
 

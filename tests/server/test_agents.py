@@ -221,6 +221,27 @@ async def test_a_line_about_billing_is_no_part_of_the_prompt(live):
     assert line in live.engine.prompt
 
 
+async def test_system_messages_before_the_first_answer_come_first(live):
+    """Claude Code sends one behind the user's first message. So conversations share a prefix."""
+    late = {"role": "system", "content": "The machine runs Linux."}
+    answer = {"role": "assistant", "content": "Hello."}
+    prompts = []
+    for text in ("Say hello.", "Sort a list."):
+        turns = [{"role": "user", "content": text}, late, {"role": "user", "content": "Now."}]
+        await live.post(MESSAGES, CLAUDE | {"messages": turns})
+        prompts.append(live.engine.prompt)
+        start, _, rest = prompts[-1].partition(text)
+        assert "You are an agent." in start
+        assert "The machine runs Linux." in start
+        assert "Now." in rest
+        # The next turn continues the prompt. Later messages stay where they are.
+        more = [*turns, answer, {"role": "user", "content": "More."}, late]
+        await live.post(MESSAGES, CLAUDE | {"messages": more})
+        assert live.engine.prompt.startswith(prompts[-1])
+        assert live.engine.prompt.rindex("Linux") > live.engine.prompt.index("More.")
+    assert prompts[0].partition("Say hello.")[0] == prompts[1].partition("Sort a list.")[0]
+
+
 async def test_a_prompt_that_is_too_long_is_told_in_the_words_that_trigger_compaction(live):
     for text in ("a b c d " * 100, "word " * 2560):
         messages = [{"role": "user", "content": text}]
@@ -271,18 +292,17 @@ async def test_errors_about_tools_name_the_dialects_fields(path, tool, schema):
         assert path == MESSAGES or answer["error"]["param"] == f"tools[1].{schema}"
 
 
-async def test_errors_about_positions_name_the_list():
+async def test_errors_of_a_template_name_the_list():
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
     body = {"model": "org/tiny"}
-    async with answering(CALLS, "{% for m in messages %}{{ m.content }}{% endfor %}") as live:
+    async with answering(CALLS, "{{ raise_exception('no') }}") as live:
         items = [{"type": "reasoning", "summary": []}, USER, call]
         _, answer, _ = await live.post(RESPONSES, body | {"input": items})
         assert answer["error"]["param"] == "input"
-        assert answer["error"]["message"].startswith("input: this model's chat template")
         turns = [USER, {"role": "assistant", "content": [use]}, USER]
         _, answer, _ = await live.post(MESSAGES, body | {"max_tokens": 5, "messages": turns})
-        assert answer["error"]["message"].startswith("messages: this model's chat template")
+        assert answer["error"]["message"].endswith("rejects these messages: no")
 
 
 async def test_errors_about_parameters_keep_their_names(live):
@@ -552,3 +572,43 @@ async def test_a_picture_in_a_tools_result_does_not_end_the_session(route):
         turn = {"role": "user", "content": [PICTURES[route]]}
         status, _, _ = await live.post(route, BODIES[route] | {field: [turn]})
         assert status == 400
+
+
+async def test_a_tools_picture_may_be_the_users_next_message():
+    """Cline and Kimi Code send it so, because a chat's tool messages have text only."""
+    call = assistant(content=None, tool_calls=[CHAT_CALL])
+    picture = {"role": "user", "content": [TEXT | {"text": "Attached:"}, PICTURES[CHAT]]}
+    async with answering("ok<|im_end|>") as live:
+        turns = [USER, call, CHAT_RESULT, picture]
+        for messages in (turns, [*turns, assistant(content="ok"), USER]):
+            status, answer, response = await live.post(CHAT, {"messages": messages})
+            assert status == 200, answer
+            assert "user\nAttached:\n[image: not shown" in live.engine.prompt
+            assert "messages[3].content[1]" in response.headers["Warning"]
+        for messages in ([picture], [USER, picture], [*turns, assistant(content="ok"), picture]):
+            status, answer, _ = await live.post(CHAT, {"messages": messages})
+            place = f"messages[{len(messages) - 1}].content[1].type"
+            assert (status, answer["error"]["param"]) == (400, place)
+        audio = {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}
+        status, _, _ = await live.post(CHAT, {"messages": [USER, call, CHAT_RESULT, audio]})
+        assert status == 400
+
+
+async def test_an_answer_has_calls_only_if_the_request_has_tools():
+    async with answering(CALLS) as live:
+        for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+            body = {"messages": [USER]} | fields
+            _, whole, _ = await live.post(CHAT, body)
+            events = await live.events(CHAT, body)
+            streamed = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+            choice = whole["choices"][0]
+            assert "tool_calls" not in choice["message"]
+            assert choice["message"]["content"] == streamed
+            assert streamed.startswith("I look.\n<tool_call>")
+            assert choice["message"]["reasoning"] == "A fox 😀?"
+            assert choice["finish_reason"] == "stop"
+        _, whole, _ = await live.post(RESPONSES, BODIES[RESPONSES])
+        assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
+        _, whole, _ = await live.post(MESSAGES, BODIES[MESSAGES] | {"max_tokens": 200})
+        assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
+        assert whole["stop_reason"] == "end_turn"

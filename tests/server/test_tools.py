@@ -13,6 +13,7 @@ import pytest
 from moeserve.messages import Submit
 from moeserve.text.answer_data import find_format
 from moeserve.text.chat_template import ChatTemplate
+from moeserve.text.fit_calls import TEXT_CALL_FORMAT
 from tests.server.conftest import live_server, make_tokenizer
 from tests.server.test_harmony import CHAT, USER, join, plain
 
@@ -68,6 +69,24 @@ async def answering(answer: str, template: str = TEMPLATE, **settings):
         live.front.answer_format = find_format(template, tokenizer)
         live.engine.script = tokenizer.encode(answer)
         yield live
+
+
+async def test_tools_of_a_model_whose_template_has_none():
+    turn = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    template = "{% for m in messages %}" + turn + "{% endfor %}"
+    async with answering(CALLS, template) as live:
+        live.front.text_call_format = find_format("", live.front.tokenizer, TEXT_CALL_FORMAT)
+        status, answer, _ = await live.post(CHAT, asked())
+        assert status == 200, answer
+        message = answer["choices"][0]["message"]
+        assert message["tool_calls"][0]["function"]["name"] == "weather"
+        listing, _, _ = live.engine.prompt.partition("<|im_end|>")
+        assert '{"name": "clock"}' in listing
+        assert '<tool_call>\n{"name": "NAME"' in listing
+        messages = [USER, message, {"role": "tool", "tool_call_id": "c", "content": "sun"}, USER]
+        status, answer, _ = await live.post(CHAT, {"messages": messages})
+        assert status == 200, answer
+        assert "user\n<tool_response>\nsun\n</tool_response><|im_end|>" in live.engine.prompt
 
 
 def asked(**fields) -> dict:
@@ -260,13 +279,7 @@ def _calling(arguments: object) -> dict:
 @pytest.mark.parametrize(
     ("template", "change", "param"),
     [
-        ("{{ messages[0].content }}", {}, "tools"),
         ("{{ tools }}{{ messages[0].content }}", {}, "tools"),  # the form of calls is unknown
-        (
-            "{{ messages[0].content }}",
-            {"tools": [], "messages": [USER, {"role": "tool", "content": "a"}]},
-            "messages[1]",
-        ),
         (TEMPLATE, {"tools": [WEATHER, WEATHER]}, "tools"),
         (TEMPLATE, {"tools": [], "tool_choice": "required"}, "tool_choice"),
         (TEMPLATE, {"tool_choice": "sometimes"}, "tool_choice"),

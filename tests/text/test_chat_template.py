@@ -119,9 +119,10 @@ def test_continuing_the_final_message(byte_level, chatml):
         chatml.render(byte_level, chat, continue_final_message=True)
 
 
-def test_a_template_that_rejects_says_why(sentencepiece, inst):
-    with pytest.raises(InvalidRequest, match="roles must alternate"):
-        inst.render(sentencepiece, [{"role": "assistant", "content": "hi"}])
+def test_a_template_that_rejects_says_why(byte_level):
+    template = ChatTemplate("{{ raise_exception('only on Mondays') }}")
+    with pytest.raises(InvalidRequest, match="rejects these messages: only on Mondays"):
+        template.render(byte_level, CHATS[0])
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ HOSTILE = {
     "indent": "{{ 'a'|indent(1000000000, true) }}",
     "tojson indent": "{{ [[1]]|tojson(indent=1000000000) }}",
     "indent of other lines": "{{ ('a\\r' * 200)|indent(30000000) }}",
-    "mutation": "{{ messages.append(1) }}",
+    "mutation": "{{ messages.clear() }}",
     "include": "{% include '/etc/passwd' %}",
     "many values": GROWING.replace("ITEM", "'a' * 60000000 ~ i"),
     "slices": "{% set a = 'a' * 60000000 %}" + GROWING.replace("ITEM", "a[i:]"),
@@ -340,7 +341,9 @@ def test_calls_without_text(byte_level, name, content):
 
 
 def test_a_message_without_text_or_calls_has_an_empty_content(byte_level):
-    template = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    template = ChatTemplate(
+        "{% for m in messages %}[{{ m.content }}]{{ m.tool_calls if m.tool_calls }}{% endfor %}"
+    )
     messages = [
         CHATS[0][0],
         {"role": "assistant", "reasoning": "hm"},

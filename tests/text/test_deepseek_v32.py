@@ -84,10 +84,6 @@ def test_continuing(template, byte_level):
     assert text == f"{BOS}{USER}Hi{ASSISTANT}</think>Hello."
 
 
-@pytest.mark.parametrize(
-    ("messages", "match"),
-    [(CHAT[-1:], "must answer a tool call"), ([{"role": "critic", "content": ""}], "unknown role")],
-)
-def test_what_it_rejects(template, byte_level, messages, match):
-    with pytest.raises(InvalidRequest, match=match):
-        template.render(byte_level, messages)
+def test_what_it_rejects(template, byte_level):
+    with pytest.raises(InvalidRequest, match="unknown role"):
+        template.render(byte_level, [{"role": "critic", "content": ""}])

@@ -66,8 +66,11 @@ def test_constructs_render_as_in_transformers(byte_level, theirs, name):
     source = CONSTRUCTS[name]
     kwargs = {"enable_thinking": False, "reasoning_effort": "high"}
     for messages, tools in ((CHAT, TOOLS), (CHAT[:2], None)):
+        if "messages[0].content" in source or "|first" in source:
+            messages = CHAT[1:2]  # where only the first is shown, others would be joined to it
         ours = ChatTemplate(source)
-        options = {"add_generation_prompt": True, "tools": tools}
+        # Without a place for them, tools would become text of the system message.
+        options = {"add_generation_prompt": True, "tools": tools if "tools" in source else None}
         try:
             expected = theirs.apply_chat_template(
                 messages, chat_template=source, tokenize=False, **options, **kwargs

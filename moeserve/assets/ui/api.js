@@ -1,14 +1,16 @@
 // Requests to the server that this page came from: key, errors, and streams of server-sent events.
 
+import { tab } from "./browser-storage.js";
+
 const KEY = "moeserve.key";
 
 /** The API key of this tab. */
 export const apiKey = {
-  get: () => sessionStorage.getItem(KEY) ?? "",
-  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+  get: () => tab.get(KEY) ?? "",
+  set: (value) => (value ? tab.set(KEY, value) : tab.remove(KEY)),
 };
 
-/** A refusal of the server, with its text, or a connection that broke. status 0: there was no answer. */
+/** A refusal of the server, with its text. status 0: the connection broke. */
 export class ApiError extends Error {
   constructor(message, { status = 0, code = null, param = null, id = null } = {}) {
     super(message);
@@ -19,9 +21,13 @@ export class ApiError extends Error {
 /** Returns the URL of a path, which also holds behind a proxy that serves the page in a folder. */
 export const url = (path) => new URL(path, document.baseURI).href;
 
-/** Returns the response of the server. Throws ApiError unless its status is good, AbortError if `signal` says so. */
-export async function request(path, { method = "GET", body, signal } = {}) {
-  const headers = {};
+/**
+ * Returns the response of the server.
+ *
+ * Throws ApiError unless its status is good, AbortError if `signal` says so.
+ */
+export async function request(path, { method = "GET", body, signal, headers = {} } = {}) {
+  headers = { ...headers };
   if (apiKey.get()) headers.Authorization = `Bearer ${apiKey.get()}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let response;
@@ -47,8 +53,12 @@ async function refusal(response) {
   }
 }
 
-/** Yields the JSON of each event until [DONE]. Throws ApiError if an event says so or the stream breaks off. */
-export async function* events(response) {
+/**
+ * Yields the JSON of each event until [DONE]; `onId` gets the ids of events.
+ *
+ * Throws ApiError if an event says so or the stream breaks off.
+ */
+export async function* events(response, onId = () => {}) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   const id = response.headers.get("X-Request-Id");
   let buffer = "";
@@ -62,17 +72,23 @@ export async function* events(response) {
       const frames = (buffer + value).split("\n\n");
       buffer = frames.pop();
       for (const frame of frames) {
-        const data = frame.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim()).join("\n");
+        const data = field(frame, "data");
         if (data === "[DONE]") return;
         if (!data) continue; // a comment that keeps the connection open
         const event = JSON.parse(data);
         if (event.error) throw new ApiError(event.error.message, { ...event.error, id });
         yield event;
+        if (field(frame, "id")) onId(field(frame, "id"));
       }
     }
   } finally {
     reader.cancel().catch(() => {});
   }
+}
+
+function field(frame, name) {
+  const lines = frame.split("\n").filter((line) => line.startsWith(`${name}:`));
+  return lines.map((line) => line.slice(name.length + 1).trim()).join("\n");
 }
 
 /** Returns the shell command that sends `body` as this page did. The key stays out of it. */

@@ -1,4 +1,4 @@
-// Small helpers to build elements. Text is always set as text: nothing that a server sends is parsed as HTML.
+// Small helpers to build elements. Text is always set as text, never parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -25,11 +25,17 @@ export function svg(tag, attributes = {}, ...children) {
 }
 
 /** Returns a button that copies what `text()` returns and says so for a moment. */
-export function copyButton(label, text) {
-  const button = el("button", { type: "button", className: "quiet small" }, label);
+export function copyButton(label, text, ...content) {
+  const shown = content.length ? content : [label];
+  const button = el("button", { type: "button", className: "quiet small", "aria-label": label }, ...shown);
   button.addEventListener("click", async () => {
-    button.textContent = (await copy(text())) ? "Copied" : "Could not copy";
-    setTimeout(() => { button.textContent = label; }, 1500);
+    const said = (await copy(text())) ? "Copied" : "Could not copy";
+    button.replaceChildren(said);
+    button.ariaLabel = said;
+    setTimeout(() => {
+      button.replaceChildren(...shown);
+      button.ariaLabel = label;
+    }, 1500);
   });
   return button;
 }

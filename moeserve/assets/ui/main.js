@@ -1,17 +1,20 @@
 // The page: which view is open, the line at the top, the key and the theme.
 
 import { apiKey } from "./api.js";
-import * as chat from "./chat.js";
+import * as chat from "./chat/chat.js";
 import { $, el } from "./dom.js";
-import { EngineView } from "./engine.js";
-import { Feed } from "./feed.js";
+import { EngineView } from "./engine/engine.js";
+import { Feed } from "./engine/feed.js";
+import { drawIcons } from "./icons.js";
 
 const VIEWS = ["chat", "engine"];
 const feed = new Feed();
 const engine = new EngineView(feed);
 
 function open() {
-  const view = VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "chat";
+  const [named] = location.hash.slice(1).split("/");
+  const view = VIEWS.includes(named) ? named : "chat";
+  document.body.dataset.view = view;
   for (const each of VIEWS) {
     $(each).hidden = each !== view;
     if (each === view) $(`tab-${each}`).ariaCurrent = "page";
@@ -70,13 +73,6 @@ function setUpKey() {
   });
 }
 
-function setUpPanel() {
-  const wide = matchMedia("(min-width: 900px)");
-  const fit = () => { $("panel").open = wide.matches; };
-  wide.addEventListener("change", fit);
-  fit();
-}
-
 $("theme").addEventListener("click", () => {
   const theme = globalThis.moeserveTheme.next();
   $("theme").ariaLabel = `Theme: ${theme || "as the system"}`;
@@ -84,15 +80,16 @@ $("theme").addEventListener("click", () => {
 });
 feed.addEventListener("state", showState);
 feed.addEventListener("sample", () => { showState(); showPulse(); });
-feed.addEventListener("model", ({ detail }) => {
-  $("model").textContent = detail;
-  document.title = `${detail} · moeserve`;
-  chat.setModel(detail);
+feed.addEventListener("models", ({ detail }) => {
+  const [first] = detail;
+  $("model").textContent = first;
+  document.title = `${first} · moeserve`;
+  chat.setModels(detail);
 });
 addEventListener("hashchange", open);
+drawIcons();
 setUpKey();
-setUpPanel();
-chat.setUp();
 showPulse();
 open();
+chat.setUp();
 feed.start();

@@ -15,6 +15,7 @@ class ChatWriter(ChunkWriter):
     """Writes the answer of a chat. The bytes around a text are kept as in `ChunkWriter`."""
 
     last_choice = protocol.ChatChunkChoice
+    reasoning_field = "reasoning"
 
     def __init__(self, chat: Conversation, *, request: ChatRequest) -> None:
         logprob_format = None
@@ -65,7 +66,8 @@ class ChatWriter(ChunkWriter):
                 frames += self._frame_of_part(index, part)
         else:
             choices = [
-                protocol.OpenChatChoice(index=index, delta=_choice_delta(part)) for part in parts
+                protocol.OpenChatChoice(index=index, delta=self._choice_delta(part))
+                for part in parts
             ]
             if delta.token_ids:
                 choices = choices or [protocol.OpenChatChoice(index=index)]
@@ -85,7 +87,7 @@ class ChatWriter(ChunkWriter):
         """Return the chunk of one part. Chunks of one block differ only in the text."""
         key = index, part.kind, part.number
         if (template := self._templates.get(key)) is None:
-            delta = _choice_delta(part._replace(text=TEXT_MARK))
+            delta = self._choice_delta(part._replace(text=TEXT_MARK))
             choice = protocol.OpenChatChoice(index=index, delta=delta)
             before, after = encode(choice).split(encode(TEXT_MARK))
             template = self._chunk_head + before, after + self._chunk_tail
@@ -106,7 +108,7 @@ class ChatWriter(ChunkWriter):
         for delta in sequences:
             choice = protocol.ChatChoice(
                 index=delta.index,
-                message=_message(self._shown_parts(delta)),
+                message=self._message(self._shown_parts(delta)),
                 logprobs=None
                 if self.logprob_format is None
                 else self.logprob_format.chat_logprobs(delta.logprobs),
@@ -123,38 +125,40 @@ class ChatWriter(ChunkWriter):
             answer.prompt_logprobs = logprob_format.prompt_logprobs(rows)
         return answer
 
+    def _message(self, parts: list[Part]) -> protocol.ChatMessage:
+        """Return the message of a whole answer. Its content is null only if it has calls."""
+        message = protocol.ChatMessage()
+        calls = list[dict[str, Any]]()
+        reasoning: str | None = None
+        for part in parts:
+            if part.kind == "content":
+                message.content = (message.content or "") + part.text
+            elif part.kind == "reasoning":
+                reasoning = (reasoning or "") + part.text
+            elif part.kind == "call":
+                calls.append(_tool_call(part))
+            else:
+                calls[-1]["function"]["arguments"] += part.text
+        if reasoning is not None:
+            setattr(message, self.reasoning_field, reasoning)
+        if calls:
+            message.tool_calls = calls
+        elif message.content is None:
+            message.content = ""
+        return message
 
-def _message(parts: list[Part]) -> protocol.ChatMessage:
-    """Return the message of a whole answer. Its content is null only if it has calls."""
-    message = protocol.ChatMessage()
-    calls = list[dict[str, Any]]()
-    for part in parts:
+    def _choice_delta(self, part: Part) -> protocol.ChoiceDelta:
         if part.kind == "content":
-            message.content = (message.content or "") + part.text
-        elif part.kind == "reasoning":
-            message.reasoning = (message.reasoning or "") + part.text
-        elif part.kind == "call":
-            calls.append(_tool_call(part))
-        else:
-            calls[-1]["function"]["arguments"] += part.text
-    if calls:
-        message.tool_calls = calls
-    elif message.content is None:
-        message.content = ""
-    return message
+            return protocol.ChoiceDelta(content=part.text)
+        if part.kind == "reasoning":
+            fields: dict[str, Any] = {self.reasoning_field: part.text}
+            return protocol.ChoiceDelta(**fields)
+        if part.kind == "call":
+            return protocol.ChoiceDelta(tool_calls=[{"index": part.number} | _tool_call(part)])
+        return protocol.ChoiceDelta(
+            tool_calls=[{"index": part.number, "function": {"arguments": part.text}}]
+        )
 
 
 def _tool_call(part: Part) -> dict[str, Any]:
     return {"id": part.id, "type": "function", "function": {"name": part.text, "arguments": ""}}
-
-
-def _choice_delta(part: Part) -> protocol.ChoiceDelta:
-    if part.kind == "content":
-        return protocol.ChoiceDelta(content=part.text)
-    if part.kind == "reasoning":
-        return protocol.ChoiceDelta(reasoning=part.text)
-    if part.kind == "call":
-        return protocol.ChoiceDelta(tool_calls=[{"index": part.number} | _tool_call(part)])
-    return protocol.ChoiceDelta(
-        tool_calls=[{"index": part.number, "function": {"arguments": part.text}}]
-    )

@@ -218,7 +218,7 @@ class MessageWriter(EventWriter):
         return self.emitted()
 
     def failure(self, error: RequestError, request_id: str) -> bytes:
-        body = error_body(error, request_id, anthropic=True)
+        body = error_body(error, request_id, shape="anthropic")
         return self.emitted() + b"event: error\ndata: " + body + b"\n\n"
 
     def whole(self) -> MessageAnswer:

@@ -13,6 +13,7 @@ from moeserve.server.chat_request import (
     PositiveCount,
     ReasoningEffort,
 )
+from moeserve.server.documents import Document, SearchResult
 from moeserve.server.requests import (
     HiddenImage,
     Kinds,
@@ -55,10 +56,11 @@ class _ToolResult(Struct, kw_only=True):
 
 _TEXTS: Kinds = {"text": TextItem}
 _IMAGE = "image"
-_RESULTS: Kinds = _TEXTS | {_IMAGE: HiddenImage}
+_DOCUMENTS: Kinds = {"document": Document, "search_result": SearchResult}
+_RESULTS: Kinds = _TEXTS | _DOCUMENTS | {_IMAGE: HiddenImage}
 _BLOCKS: dict[str, Kinds] = {
     "system": _TEXTS,
-    "user": _TEXTS | {"tool_result": _ToolResult},
+    "user": _TEXTS | _DOCUMENTS | {"tool_result": _ToolResult},
     "assistant": _TEXTS
     | {"thinking": _Thinking, "redacted_thinking": _Redacted, "tool_use": _ToolUse},
 }
@@ -168,6 +170,7 @@ class CountTokensRequest(Sampling, kw_only=True):
             messages.append(Message(role="system", content=system))
         for i, message in enumerate(self.messages):
             messages += _chat_messages(message, f"messages[{i}]")
+        messages = _instructions_first(messages)
         output = self.output_config or OutputConfig()
         shared = {name: getattr(self, name) for name in Sampling.__struct_fields__}
         shared["stop"] = self.stop_sequences
@@ -231,6 +234,17 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: PositiveCount
 
 
+def _instructions_first(messages: list[Message]) -> list[Message]:
+    """Move the system messages before the first answer to the front.
+
+    Claude Code sends what it knows of the machine behind the user's first message. In front of that
+    message, it is in the prefix cache for the next conversation.
+    """
+    roles = [message.role for message in messages]
+    end = roles.index("assistant") if "assistant" in roles else len(messages)
+    return sorted(messages[:end], key=lambda message: message.role != "system") + messages[end:]
+
+
 def _chat_messages(given: InputMessage, where: str) -> list[Message]:
     """Convert a turn to messages: one for each tool result, in order with the text around it."""
     if isinstance(given.content, str):
@@ -241,8 +255,8 @@ def _chat_messages(given: InputMessage, where: str) -> list[Message]:
     for i, block in enumerate(given.content):
         block_where = f"{where}.content[{i}]"
         match typed_at(block, _BLOCKS[given.role], block_where):
-            case TextItem(text=text):
-                texts.append(text)
+            case TextItem() | Document() | SearchResult() as shown:
+                texts.append(shown.text)
             case _Thinking(thinking=thinking):
                 turn.reasoning_content = (turn.reasoning_content or "") + thinking
             case _ToolUse() as used:

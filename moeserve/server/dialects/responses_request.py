@@ -21,6 +21,7 @@ from moeserve.server.dialects.responses_tools import (
     shown_name,
     unenforced,
 )
+from moeserve.server.documents import InputFile
 from moeserve.server.requests import (
     NO_EFFECT_ANYWHERE,
     HiddenImage,
@@ -90,7 +91,8 @@ _HOSTED_CALLS = (
 _ITEMS |= dict.fromkeys(_HOSTED_CALLS, _HostedCall)
 _TEXTS: Kinds = {"input_text": TextItem, "output_text": TextItem, "text": TextItem}
 _IMAGE = "input_image"
-_RESULTS: Kinds = _TEXTS | {_IMAGE: HiddenImage}
+_FILES: Kinds = {"input_file": InputFile}
+_RESULTS: Kinds = _TEXTS | _FILES | {_IMAGE: HiddenImage}
 _OWN_TEXTS: Kinds = _TEXTS | {"refusal": RefusalItem}  # of an assistant
 _REASONING: Kinds = {"reasoning_text": TextItem, "summary_text": TextItem}
 
@@ -238,7 +240,7 @@ def chat_messages(items: list[dict[str, Any]]) -> list[Message]:
         last = messages[-1] if messages and messages[-1].role == "assistant" else None
         match typed_at(given, _ITEMS, where, "message"):
             case _Message(role=role, content=content):
-                kinds = _OWN_TEXTS if role == "assistant" else _TEXTS
+                kinds = _OWN_TEXTS if role == "assistant" else _TEXTS | _FILES
                 text = text_at(content, kinds, f"{where}.content")
                 if (
                     role == "assistant"

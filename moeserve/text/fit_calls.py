@@ -1,0 +1,269 @@
+"""Conversions of calls and results, for templates that do not take all of them."""
+
+import string
+from collections import deque
+from collections.abc import Iterator
+from hashlib import sha256
+from itertools import pairwise
+
+from moeserve.text.chat_messages import Chat, Message, as_json, without
+
+_ID_LETTERS = string.ascii_letters + string.digits
+ID_LENGTH = 9  # of the ids that Mistral's templates accept
+TEXT_CALL_FORMAT = "hermes"  # the answer format of calls that are text
+_CALL_INSTRUCTIONS = """
+
+To call a function, write its name and its arguments as JSON, like this:
+<tool_call>
+{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}
+</tool_call>"""
+
+
+def has_calls(chat: Chat) -> bool:
+    return any(message.get("tool_calls") or message["role"] == "tool" for message in chat.messages)
+
+
+def has_calls_or_listing(chat: Chat) -> bool:
+    return bool(chat.listing) or has_calls(chat)
+
+
+def calls_as_text(chat: Chat) -> Chat:
+    """Write calls and results as text, and tell the model how to write calls."""
+    messages: list[Message] = []
+    for message in chat.messages:
+        if chat.listing and chat.listing in message.get("content", ""):
+            instructions = chat.listing + _CALL_INSTRUCTIONS
+            told = message["content"].replace(chat.listing, instructions, 1)
+            message = message | {"content": told}
+        if made := message.get("tool_calls"):
+            written = [f"<tool_call>\n{as_json(call['function'])}\n</tool_call>" for call in made]
+            text = "\n".join(filter(None, [message.get("content"), *written]))
+            messages.append(without(message, "tool_calls") | {"content": text})
+        elif message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if messages and "_results" in messages[-1]:
+                messages[-1]["content"] += f"\n{text}"
+            else:
+                messages.append({"role": "user", "content": text, "_results": True})
+        else:
+            messages.append(message)
+    messages = [without(message, "_results") for message in messages]
+    return chat._replace(messages=messages, listing="")
+
+
+def lacks_ids(chat: Chat) -> bool:
+    return any(
+        "id" not in call for message in chat.messages for call in message.get("tool_calls") or ()
+    ) or any(
+        message["role"] == "tool" and "tool_call_id" not in message for message in chat.messages
+    )
+
+
+def with_ids(chat: Chat) -> Chat:
+    """Number calls without an id, and give results without an id those of the calls, in order."""
+    messages = []
+    open_ids: list[str] = []
+    num_calls = 0
+    for message in chat.messages:
+        if made := message.get("tool_calls"):
+            identified = []
+            for call in made:
+                num_calls += 1
+                identified.append({"id": f"call_{num_calls}"} | call)
+            open_ids = [call["id"] for call in identified]
+            message = message | {"tool_calls": identified}
+        elif message["role"] == "tool":
+            call_id = message.get("tool_call_id", next(iter(open_ids), f"call_{num_calls}"))
+            if call_id in open_ids:
+                open_ids.remove(call_id)
+            message = message | {"tool_call_id": call_id}
+        messages.append(message)
+    return chat._replace(messages=messages)
+
+
+def with_short_ids(chat: Chat) -> Chat:
+    messages = []
+    for message in chat.messages:
+        if made := message.get("tool_calls"):
+            shortened = [call | {"id": _short_id(call.get("id") or "")} for call in made]
+            message = message | {"tool_calls": shortened}
+        elif message["role"] == "tool":
+            message = message | {"tool_call_id": _short_id(message.get("tool_call_id") or "")}
+        messages.append(message)
+    return chat._replace(messages=messages)
+
+
+def _short_id(given: str) -> str:
+    if len(given) == ID_LENGTH:
+        return given
+    number = int.from_bytes(sha256(given.encode()).digest())
+    letters = []
+    for _ in range(ID_LENGTH):
+        number, letter = divmod(number, len(_ID_LETTERS))
+        letters.append(_ID_LETTERS[letter])
+    return "".join(letters)
+
+
+def _steps(messages: list[Message]) -> Iterator[tuple[Message, list[Message]]]:
+    """Yield each message that is not a result, with the results of its calls, wherever they are.
+
+    Results without a call are yielded alone.
+    """
+    positions: dict[str | None, deque[int]] = {}  # of results, by the id of the call
+    for i, message in enumerate(messages):
+        if message["role"] == "tool":
+            positions.setdefault(message.get("tool_call_id"), deque()).append(i)
+    taken: set[int] = set()
+    for i, message in enumerate(messages):
+        if i in taken:
+            continue
+        results = []
+        for call in message.get("tool_calls") or ():
+            waiting = positions.get(call.get("id"), deque())
+            while waiting and waiting[0] < i:
+                waiting.popleft()
+            if waiting:
+                results.append(waiting.popleft())
+        taken.update(results)
+        yield message, [messages[at] for at in sorted(results)]
+
+
+def has_results_apart(chat: Chat) -> bool:
+    return any(
+        message["role"] == "tool" and before["role"] not in ("tool", "assistant")
+        for before, message in pairwise(chat.messages)
+    )
+
+
+def results_behind_calls(chat: Chat) -> Chat:
+    moved = [message for step, results in _steps(chat.messages) for message in (step, *results)]
+    return chat._replace(messages=moved)
+
+
+def has_orphans(chat: Chat) -> bool:
+    return any(step["role"] == "tool" for step, _ in _steps(chat.messages))
+
+
+def orphans_as_users(chat: Chat) -> Chat:
+    orphans = {id(step) for step, _ in _steps(chat.messages) if step["role"] == "tool"}
+    messages = [
+        {"role": "user", "content": message["content"]} if id(message) in orphans else message
+        for message in chat.messages
+    ]
+    return chat._replace(messages=messages)
+
+
+def lacks_results(chat: Chat) -> bool:
+    return any(
+        len(results) < len(step.get("tool_calls") or ()) and step is not chat.messages[-1]
+        for step, results in _steps(chat.messages)
+    )
+
+
+def with_results(chat: Chat) -> Chat:
+    """Add an empty result for each call without one, unless the conversation ends there."""
+    messages: list[Message] = []
+    missing: list[Message] = []
+    steps = {id(step): (step, results) for step, results in _steps(chat.messages)}
+    for message in chat.messages:
+        if message["role"] != "tool":
+            messages += missing
+            missing = []
+        messages.append(message)
+        step, results = steps.get(id(message), (message, []))
+        if step is not chat.messages[-1]:
+            answered = {result.get("tool_call_id") for result in results}
+            missing += [
+                {"role": "tool", "tool_call_id": call.get("id"), "content": ""}
+                for call in step.get("tool_calls") or ()
+                if call.get("id") not in answered
+            ]
+    return chat._replace(messages=messages)
+
+
+def lacks_names(chat: Chat) -> bool:
+    return any(message["role"] == "tool" and not message.get("name") for message in chat.messages)
+
+
+def with_names(chat: Chat) -> Chat:
+    names = {
+        call.get("id"): call["function"]["name"]
+        for message in chat.messages
+        for call in message.get("tool_calls") or ()
+    }
+    messages = []
+    for message in chat.messages:
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message = {"name": names[message["tool_call_id"]]} | message
+        messages.append(message)
+    return chat._replace(messages=messages)
+
+
+def has_parallel_calls(chat: Chat) -> bool:
+    return any(len(message.get("tool_calls") or ()) > 1 for message in chat.messages)
+
+
+def one_call_at_a_time(chat: Chat) -> Chat:
+    """Make a message of each call, followed by its result. The first one keeps other fields."""
+    messages: list[Message] = []
+    for step, results in _steps(chat.messages):
+        made = step.get("tool_calls") or ()
+        if len(made) < 2:
+            messages += [step, *results]
+            continue
+        waiting: dict[str | None, deque[Message]] = {}  # results, by the id of the call
+        for result in results:
+            waiting.setdefault(result.get("tool_call_id"), deque()).append(result)
+        for call in made:
+            messages.append(step | {"tool_calls": [call]})
+            if own := waiting.get(call.get("id")):
+                messages.append(own.popleft())
+            step = {"role": "assistant"}
+    return chat._replace(messages=messages)
+
+
+def has_text_and_thoughts_beside_calls(chat: Chat) -> bool:
+    return any(
+        message.get("tool_calls") and message.get("content") and message.get("thinking")
+        for message in chat.messages
+    )
+
+
+def text_as_thought(chat: Chat) -> Chat:
+    messages = []
+    for message in chat.messages:
+        if message.get("tool_calls") and message.get("content") and message.get("thinking"):
+            thoughts = f"{message['thinking']}\n\n{message['content']}"
+            message = message | {"thinking": thoughts, "reasoning_content": thoughts}
+            del message["content"]
+        messages.append(message)
+    return chat._replace(messages=messages)
+
+
+def has_text_beside_calls(chat: Chat) -> bool:
+    return any(message.get("tool_calls") and message.get("content") for message in chat.messages)
+
+
+def text_before_calls(chat: Chat) -> Chat:
+    """Make an own message of the text beside calls. Thoughts stay with the calls."""
+    messages = []
+    for message in chat.messages:
+        if message.get("tool_calls") and message.get("content"):
+            messages.append({"role": "assistant", "content": message["content"]})
+            message = without(message, "content")
+        messages.append(message)
+    return chat._replace(messages=messages)
+
+
+def text_before_result(chat: Chat) -> Chat:
+    """Put the text beside calls before that of the first result."""
+    messages: list[Message] = []
+    text = ""
+    for message in chat.messages:
+        if message.get("tool_calls") and message.get("content"):
+            text = message["content"]
+        elif message["role"] == "tool" and text:
+            message = message | {"content": f"{text}\n\n{message['content']}"}
+            text = ""
+        messages.append(message)
+    return chat._replace(messages=messages)
