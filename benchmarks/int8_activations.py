@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import common
+from moeserve.loader.stored_format import IQ2_CODES, IQ3_XXS_CODES, IQ4_CODES
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear, allocate_new
 from moeserve.ops.quantized import Quantized
@@ -45,6 +46,8 @@ def weights() -> dict[str, Any]:
     w4 = Quantized("int4", 128, bf16, int4, scales[:, : SIZE // 128].contiguous())
     w8 = Quantized("int8", 0, bf16, int8, scales[:, :1].contiguous())
     rounded: dict[str, Any] = {"activations": "int8"}
+    halves = whole.repeat(1, 2)
+    one_super: dict[str, Any] = {"supers": (d, None), **rounded}
     k_quant: dict[str, Any] = {"mins": whole, "supers": (d, d), **rounded}
     return {
         "bf16": torch.randn(shape).bfloat16(),
@@ -57,19 +60,25 @@ def weights() -> dict[str, Any]:
         "mxfp4 int8": Quantized(
             "fp4", 32, bf16, int4, torch.ones_like(scales), scale_dtype=bf16, **rounded
         ),
-        "iq4_nl": Quantized("iq4_nl", 32, bf16, int4, scales, scale_dtype=fp16, **rounded),
+        "iq4_nl": Quantized(
+            "codes", 32, bf16, int4, scales, scale_dtype=fp16, bits=4, codes=IQ4_CODES, **rounded
+        ),
+        "iq3_xxs": Quantized(
+            "codes", 32, bf16, int4, whole, bits=4, codes=IQ3_XXS_CODES, **one_super
+        ),
+        "iq2_xxs": Quantized(
+            "codes", 32, bf16, int4 & 7, whole, bits=3, codes=IQ2_CODES, **one_super
+        ),
+        "iq2_s": Quantized(
+            "codes", 16, bf16, int4 & 7, halves, bits=3, codes=IQ2_CODES, **one_super
+        ),
+        "q2_k": Quantized(
+            "int8", 16, bf16, int8 & 3, halves, bits=2, mins=halves, supers=(d, d), **rounded
+        ),
+        "q3_k": Quantized("int8", 16, bf16, (int8 & 7) - 4, halves, bits=3, **one_super),
         "q4_k": Quantized("int4", 32, bf16, int4, whole, **k_quant),
         "q5_k": Quantized("int8", 32, bf16, int8 & 31, whole, bits=5, **k_quant),
-        "q6_k": Quantized(
-            "int8",
-            16,
-            bf16,
-            (int8 & 63) - 32,
-            whole.repeat(1, 2),
-            supers=(d, None),
-            bits=6,
-            **rounded,
-        ),
+        "q6_k": Quantized("int8", 16, bf16, (int8 & 63) - 32, halves, bits=6, **one_super),
     }
 
 

@@ -41,13 +41,31 @@ KINDS = (
     "IQ4_NL",
     "IQ4_XS",
     "MXFP4",
+    "NVFP4",
+    "Q2_K",
+    "Q3_K",
+    "TQ1_0",
+    "TQ2_0",
+    "IQ3_XXS",
+    "IQ3_S",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ1_S",
+    "IQ1_M",
 )
 _SCALES = {  # offsets of fp16 scales in a block; other types have one at 0
     "Q4_1": (0, 2),
     "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "MXFP4": (),
+    "NVFP4": (),
 }
 F32 = gguf.GGMLQuantizationType.F32
 
@@ -78,18 +96,38 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // elements, num_bytes), dtype=np.uint8)
     if kind == "MXFP4":
         raw[..., 0] = rng.integers(120, 125, raw.shape[:-1])
+    if kind == "NVFP4":
+        raw[..., :4] = rng.integers(1, 40, (*raw.shape[:-1], 4))
     small = {
+        "Q2_K": 5e-3,
+        "Q3_K": 2e-3,
         "Q4_K": 6e-4,
         "Q5_K": 3e-4,
         "Q6_K": 1e-4,
         "Q8_0": 2e-3,
         "IQ4_NL": 2e-3,
         "IQ4_XS": 1e-4,
+        "IQ3_XXS": 1e-3,
+        "IQ3_S": 1e-3,
+        "IQ2_XXS": 2e-3,
+        "IQ2_XS": 2e-3,
+        "IQ2_S": 2e-3,
     }.get(kind, 0.02)
-    for at in _SCALES.get(kind, (0,)) if kind != "MXFP4" else ():
-        scales = rng.uniform(small / 2, small, raw.shape[:-1]).astype(np.float16)
-        raw[..., at : at + 2] = scales[..., None].view(np.uint8)
+    num_scales = len(_SCALES.get(kind, (0,)))
+    scales = rng.uniform(small / 2, small, (*raw.shape[:-1], num_scales)).astype(np.float16)
+    put_scales(kind, raw, scales)
     return raw.reshape(*shape[:-1], -1)
+
+
+def put_scales(kind: str, raw: np.ndarray, scales: np.ndarray) -> None:
+    """Write fp16 scales [..., number of scales] into blocks [..., bytes]."""
+    if kind == "IQ1_M":  # in the upper nibbles of four words
+        words = raw[..., 48:56].copy().view(np.uint16)
+        nibbles = (scales[..., :1].view(np.uint16) >> np.arange(0, 16, 4, dtype=np.uint16)) & 15
+        raw[..., 48:56] = ((words & 0x0FFF) | (nibbles << 12)).astype(np.uint16).view(np.uint8)
+        return
+    for i, at in enumerate(_SCALES.get(kind, (0,))):
+        raw[..., at : at + 2] = scales[..., i : i + 1].copy().view(np.uint8)
 
 
 def write_gguf(
@@ -101,13 +139,15 @@ def write_gguf(
     tokenizer: Path | None = None,
     split: int = 0,
     meaning: bool = False,
+    outer_scales: bool = False,
     **metadata: Any,
 ) -> Path:
     """Write a family's checkpoint as GGUF; return the (first) file.
 
     choose gives the type of each tensor; quantized ones get random blocks. metadata replaces the
     keys that a converter writes; None omits a key. split is the number of tensors per file. With
-    `meaning`, quantized tensors are written dequantized, in fp32.
+    `meaning`, quantized tensors are written dequantized, in fp32. outer_scales: quantized tensors
+    have scales beside them, one or one for each expert.
     """
     arch = FAMILIES[name]
     config = json.loads((checkpoint / "config.json").read_text())
@@ -125,10 +165,16 @@ def write_gguf(
             )
             continue
         data = random_blocks(kind.name, tuple(tensor.shape), sum(theirs.encode()))
+        outer = np.ones(1, np.float32)
+        if outer_scales:
+            outer = np.linspace(0.7, 1.3, len(tensor) if tensor.dim() == 3 else 1, dtype=np.float32)
         if meaning:
-            writer.add_tensor(theirs, gguf.quants.dequantize(data, kind))
-        else:
-            writer.add_tensor(theirs, data, raw_dtype=kind)
+            factors = outer.reshape(-1, *[1] * (tensor.dim() - 1))
+            writer.add_tensor(theirs, gguf.quants.dequantize(data, kind) * factors)
+            continue
+        writer.add_tensor(theirs, data, raw_dtype=kind)
+        if outer_scales:
+            writer.add_tensor(theirs.replace(".weight", ".scale"), outer)
     if (rope := config.get("rope_parameters") or {}).get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _rope_freqs(rope, config))
     writer.write_header_to_file()

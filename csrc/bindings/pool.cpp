@@ -26,7 +26,6 @@ void bind_pool(py::module_& m) {
         .value("int4", Type::int4)
         .value("fp8", Type::fp8)
         .value("fp4", Type::fp4)
-        .value("iq4_nl", Type::iq4_nl)
         .value("bf12", Type::bf12);
     m.def(
         "exp", [](Address x, Address y, size_t count) { kernels()->exp(at<float>(x), at<float>(y), count); },

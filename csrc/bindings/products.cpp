@@ -2,6 +2,7 @@
 // loader/packed_cache.py are the only callers.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <atomic>
@@ -231,31 +232,42 @@ void check_ints(const Packing& p) {
     const auto expect = [](bool right, const char* otherwise) {
         if (!right) throw std::invalid_argument(std::string("with rows of int8, ") + otherwise);
     };
-    const bool codes = p.type == Type::fp4 || p.type == Type::iq4_nl;
-    expect(codes || p.type == Type::int4 || p.type == Type::int8, "weights are int4, int8, fp4 or iq4_nl");
-    expect(codes ? p.group == 32 : p.group % 32 == 0 || p.group == 16, "groups are of 16 or 32 n inputs (fp4, iq4_nl: of 32)");
+    const bool halves = p.group == 16;
+    expect(form.codes || p.type == Type::int4 || p.type == Type::int8, "weights are int4, int8 or codes");
+    expect(p.group % 32 == 0 || halves, "groups are of 16 or 32 n inputs");
     expect(p.group || form.bits == 8, "weights of less than 8 bits come in groups of inputs");
-    expect(p.type == Type::int8 ? form.bits == 8 || form.bits == (p.group == 16 ? 6 : 5) : form.bits == 4,
-           "values have 4 or 8 bits, 5 in groups of 32, or 6 in groups of 16");
-    expect(!(form.mins || form.supers) || p.group == 16 || p.group == 32,
+    expect(!(form.mins || form.supers) || halves || p.group == 32,
            "minima and scales of scales are for groups of 16 or 32 inputs");
-    expect(!form.mins || !codes, "minima are for integers");
+    expect(!form.mins || !form.codes, "minima are for integers");
     expect(!form.supers || p.depth % 256 == 0, "scales of scales come for 256 inputs each");
-    expect(!form.supers || (form.bits < 8 && p.type != Type::fp4), "scales of scales are for integers of 4 to 6 bits and iq4_nl");
-    expect(form.bits != 6 || !form.mins, "values of 6 bits have no minima");
+    expect(p.type != Type::int4 || form.bits == 4, "int4 has 4 bits");
+    bool known = false;
+    switch (form.bits) {  // as in int_tiles_of (kernels/int_product.hpp)
+        case 2: known = !form.codes && form.supers == halves; break;
+        case 3: known = form.supers && (form.codes || halves); break;
+        case 4: known = !(halves && form.supers); break;
+        case 5: known = !form.codes && !halves; break;
+        case 6: known = !form.codes && halves && form.supers && !form.mins; break;
+        case 8: known = !form.codes && !form.supers; break;
+        default: break;
+    }
+    expect(known, "no kernel has values of so many bits in such groups, with or without scales of scales");
     expect(!p.zero_points || (p.type == Type::int4 && !form.mins), "zero points are for int4 without minima");
 }
 
 Packing packing_of(Type type, size_t depth, size_t columns, size_t group, bool zero_points, size_t int_bits, Type scales,
-                   bool mins, bool supers) {
+                   bool mins, bool supers, const std::vector<int>& codes, float factor) {
     if (!depth || !columns) throw std::invalid_argument("a packed matrix has inputs and outputs");
     if (int_bits) {
-        const Packing packing{type, depth, columns, group, zero_points, {true, int_bits, scales, mins, supers}};
+        if (codes.size() > 16) throw std::invalid_argument("a table of codes has up to 16 numbers");
+        IntForm form{true, int_bits, scales, mins, supers, !codes.empty(), factor};
+        std::copy(codes.begin(), codes.end(), form.table.begin());
+        const Packing packing{type, depth, columns, group, zero_points, form};
         check_ints(packing);
         return packing;
     }
     if (mins) throw std::invalid_argument("weights with minima need rows of int8");
-    if (type == Type::iq4_nl) throw std::invalid_argument("iq4_nl needs rows of int8");
+    if (!codes.empty()) throw std::invalid_argument("codes need rows of int8");
     const bool nibbles = type == Type::int4 || type == Type::fp4, bytes = type == Type::int8 || type == Type::fp8;
     if (nibbles && !group) throw std::invalid_argument("weights of 4 bits come in groups of inputs");
     if (group && (group % 8 || !(nibbles || bytes))) {
@@ -294,7 +306,8 @@ void bind_products(py::module_& m) {
     py::class_<Packing>(m, "Packing")
         .def(py::init(&packing_of), py::arg("type"), py::arg("depth"), py::arg("columns"), py::arg("group") = 0,
              py::arg("zero_points") = false, py::arg("int_bits") = 0, py::arg("scales") = Type::fp32,
-             py::arg("mins") = false, py::arg("supers") = false)
+             py::arg("mins") = false, py::arg("supers") = false, py::arg("codes") = std::vector<int>(),
+             py::arg("factor") = 1.0f)
         .def_property_readonly("block_bytes", &Packing::block_bytes)
         .def_property_readonly("bytes", &Packing::bytes);
     m.def(

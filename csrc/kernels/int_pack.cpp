@@ -16,7 +16,7 @@ using Half = __fp16;
 using Half = _Float16;
 #endif
 
-constexpr size_t kBlock = Packing::kBlock, kSuper = 256;
+constexpr size_t kBlock = Packing::kBlock, kStep = Packing::kIntStep, kSuper = 256;
 
 /// Appends a number in a type of scales, in which it must be exact.
 void put(uint8_t*& to, Type type, float value) {
@@ -31,20 +31,34 @@ void put(uint8_t*& to, Type type, float value) {
     to += bytes;
 }
 
-/// Appends 16 numbers of a block, number `index` of `count` in each row. supers: the scales that
+/// Appends 16 numbers of a block, number `index` of `count` in each row (zeros behind the last). supers: the scales that
 /// they are multiples of, or null.
 void put_all(uint8_t*& to, const Packing& p, const float* from, size_t column, size_t columns, size_t count, size_t index,
              const float* supers, Type type) {
     const size_t num_supers = (p.depth + kSuper - 1) / kSuper, super = index * p.group / kSuper;
     for (size_t n = 0; n < kBlock; ++n) {
-        const float value = n < columns ? from[(column + n) * count + index] : 0.0f;
+        const bool inside = n < columns && index < count;
+        const float value = inside ? from[(column + n) * count + index] : 0.0f;
         if (supers == nullptr) {
             put(to, type, value);
             continue;
         }
-        const float unit = n < columns ? supers[(column + n) * num_supers + super] : 0.0f;
+        const float unit = inside ? supers[(column + n) * num_supers + super] : 0.0f;
         *to++ = static_cast<uint8_t>(unit == 0.0f ? 0 : static_cast<int>(std::lround(value / unit)));
     }
+}
+
+/// Appends the 16 scales of scales (or of mins) of 256 inputs.
+void put_supers(uint8_t*& to, const float* from, size_t column, size_t columns, size_t count, size_t index, float factor) {
+    for (size_t n = 0; n < kBlock; ++n) put(to, Type::fp16, n < columns ? from[(column + n) * count + index] / factor : 0.0f);
+}
+
+/// Appends the scales of group `g`, and its mins or zero points.
+void put_head(uint8_t*& to, const Packing& p, const Unpacked& from, size_t column, size_t columns, size_t groups, size_t g) {
+    const IntForm& form = p.ints;
+    put_all(to, p, from.scales, column, columns, groups, g, form.supers ? from.supers : nullptr, form.scales);
+    if (form.mins) put_all(to, p, from.mins, column, columns, groups, g, form.supers ? from.min_supers : nullptr, form.scales);
+    if (p.zero_points) put_all(to, p, from.zero_points, column, columns, groups, g, nullptr, Type::fp32);
 }
 
 /// Packs eight values in the order of a row's bytes: inputs 1, 5, 0 and 4, then 3, 7, 2 and 6.
@@ -61,51 +75,59 @@ Eight eight_of(const uint8_t* row, size_t count, uint64_t bias) {
     return {at(1) | at(5) << 8 | at(0) << 16 | at(4) << 24, at(3) | at(7) << 8 | at(2) << 16 | at(6) << 24};
 }
 
-void store_word(uint8_t* to, uint32_t word) { std::memcpy(to, &word, sizeof word); }
+/// Stores `bits` bits of each byte of the words, from bit `first` on, as a plane of a step of one column. Returns its end.
+uint8_t* store_plane(uint8_t* to, const uint32_t (&words)[kStep / 4], size_t first, size_t bits) {
+    const size_t per_word = 8 / bits;
+    const uint32_t kept = ((1u << bits) - 1) * 0x01010101u;
+    for (size_t i = 0; i < kStep / 4; i += per_word, to += kBlock * 4) {
+        uint32_t word = 0;
+        for (size_t j = 0; j < per_word; ++j) word |= (words[i + j] >> first & kept) << j * bits;
+        std::memcpy(to, &word, sizeof word);
+    }
+    return to;
+}
+
+/// Stores a step of one column.
+void store_step(uint8_t* to, const uint32_t (&words)[kStep / 4], size_t bits) {
+    const size_t low = bits == 8 ? 8 : bits < 4 ? 2 : 4;
+    to = store_plane(to, words, 0, low);
+    if (bits > low) store_plane(to, words, low, bits - low);
+}
 
 }  // namespace
 
 size_t int_block_bytes(const Packing& p) {
-    const size_t steps = (p.depth + p.step() - 1) / p.step(), groups = p.group ? (p.depth + p.group - 1) / p.group : 1;
-    return steps * p.step() * kBlock * p.ints.bits / 8 + groups * p.head_bytes() + p.depth / kSuper * p.super_bytes();
+    const size_t steps = (p.depth + kStep - 1) / kStep;
+    const size_t heads = p.group == 16 ? 2 * steps : p.group ? (p.depth + p.group - 1) / p.group : 1;
+    return steps * kStep * kBlock * p.ints.bits / 8 + heads * p.head_bytes() + p.depth / kSuper * p.super_bytes();
 }
 
 void pack_ints(const Packing& p, const Unpacked& from, size_t column, size_t columns, uint8_t* to) {
     const IntForm& form = p.ints;
-    const size_t groups = p.group ? (p.depth + p.group - 1) / p.group : 1, step = p.step(), more = form.bits - 4;
-    const uint64_t bias = p.type != Type::int8 || form.bits == 8 || form.mins ? 0 : 1 << (form.bits - 1);
-    for (size_t k = 0; k < p.depth; k += step) {
+    const size_t groups = p.group ? (p.depth + p.group - 1) / p.group : 1;
+    const bool plain = p.type != Type::int8 || form.codes || form.bits == 8 || form.mins;
+    const uint64_t bias = plain ? 0 : 1 << (form.bits - 1);
+    for (size_t k = 0; k < p.depth; k += kStep) {
         if (form.supers && k % kSuper == 0) {
             const size_t supers = p.depth / kSuper;
-            put_all(to, p, from.supers, column, columns, supers, k / kSuper, nullptr, Type::fp16);
-            if (form.mins) put_all(to, p, from.min_supers, column, columns, supers, k / kSuper, nullptr, Type::fp16);
+            put_supers(to, from.supers, column, columns, supers, k / kSuper, form.factor);
+            if (form.mins) put_supers(to, from.min_supers, column, columns, supers, k / kSuper, 1.0f);
         }
         if (p.group ? k % p.group == 0 : k == 0) {
             const size_t g = p.group ? k / p.group : 0;
-            put_all(to, p, from.scales, column, columns, groups, g, form.supers ? from.supers : nullptr, form.scales);
-            if (form.mins) {
-                put_all(to, p, from.mins, column, columns, groups, g, form.supers ? from.min_supers : nullptr, form.scales);
-            }
-            if (p.zero_points) put_all(to, p, from.zero_points, column, columns, groups, g, nullptr, Type::fp32);
+            for (size_t i = 0; i < p.groups_per_step(); ++i) put_head(to, p, from, column, columns, groups, g + i);
         }
-        const size_t end = std::min(step, p.depth - k);
+        const size_t end = std::min(kStep, p.depth - k);
         for (size_t n = 0; n < columns; ++n) {
             const uint8_t* row = static_cast<const uint8_t*>(from.weights) + (column + n) * from.stride + k;
-            uint32_t high = 0;
+            uint32_t words[kStep / 4] = {};
             for (size_t i = 0; i < end; i += 8) {
                 const Eight eight = eight_of(row + i, std::min<size_t>(8, end - i), bias);
-                if (form.bits == 8) {
-                    store_word(to + (i / 4 * kBlock + n) * 4, eight.first);
-                    store_word(to + ((i / 4 + 1) * kBlock + n) * 4, eight.second);
-                    continue;
-                }
-                store_word(to + (i / 8 * kBlock + n) * 4, (eight.first & 0x0f0f0f0f) | (eight.second & 0x0f0f0f0f) << 4);
-                const uint32_t kept = more == 2 ? 0x03030303 : 0x01010101;
-                high |= ((eight.first >> 4 & kept) | (eight.second >> 4 & kept) << more) << i / 4 * more;
+                words[i / 4] = eight.first, words[i / 4 + 1] = eight.second;
             }
-            if (more && form.bits != 8) store_word(to + step / 2 * kBlock + n * 4, high);
+            store_step(to + n * 4, words, form.bits);
         }
-        to += step * kBlock * form.bits / 8;
+        to += kStep * kBlock * form.bits / 8;
     }
 }
 

@@ -6,8 +6,6 @@
 // such a chain, too: an integer per 32 inputs (16 in groups of 16) times the row's scale.
 #pragma once
 
-#include <type_traits>
-
 #include "kernels/product_task.hpp"
 
 namespace moeserve::MOESERVE_ISA {
@@ -38,8 +36,7 @@ struct IntRow {
 
 /// What a format's bytes have too much.
 inline int32_t bias_of(const ProductArgs& args) {
-    const bool codes = args.weight_type == Type::fp4 || args.weight_type == Type::iq4_nl;
-    if (codes || args.ints.bits == 8) return kByteDots ? 128 : 0;
+    if (args.ints.codes || args.ints.bits == 8) return kByteDots ? 128 : 0;
     return args.zero_points || args.ints.mins ? 0 : 1 << (args.ints.bits - 1);
 }
 
@@ -94,63 +91,71 @@ void round_row(const ProductArgs& args, const char* x, float* row) {
 
 /// A format yields words of four bytes: of inputs [4 j, 4 j + 4) of a step in the order of a row's, for vector `v` of a
 /// block. kRun: so many products with a row's bytes can be added up as halves of words. kNibbles: words are plain nibbles,
-/// lower ones first. kSupers: scales may have factors.
-template <int more, int inputs>
+/// lower ones first.
+
+/// Values of 2 to 6 bits, in planes.
+template <int bits>
 struct IntBits {
-    static constexpr int kInputs = inputs, kRun = 8 >> more;
-    static constexpr bool kSigned = false, kNibbles = more == 0, kSupers = true;
-    static constexpr size_t kBytes = kColumns * (inputs / 2 + (more ? 4 : 0));
+    static constexpr int kLow = bits < 4 ? 2 : 4, kHigh = bits - kLow;  // bits in each plane
+    static constexpr int kRun = bits > 4 ? 8 >> (bits - 4) : 8;
+    static constexpr bool kSigned = false, kNibbles = bits == 4;
+    static constexpr size_t kBytes = kColumns * IntRow::kBlock * bits / 8;
+
+    explicit IntBits(const ProductArgs&) {}
+
+    /// Word `j` of a plane of `width` bits per byte, which go to bit `place` of each byte.
+    template <int j, int width, int place>
+    static MOESERVE_INLINE i32 plane(const uint8_t* from, int v) {
+        constexpr int per_word = 8 / width, up = place - j % per_word * width;
+        i32 word = load_words(from + (j / per_word * kColumns + v * kWidth) * 4);
+        if constexpr (up > 0) word = left<up>(word);
+        if constexpr (up < 0) word = right<-up>(word);
+        return both(word, all_words((((1 << width) - 1) << place) * 0x01010101));
+    }
 
     template <int j>
-    static MOESERVE_INLINE i32 bytes(const uint8_t* step, int v) {
-        i32 low = load_words(step + (j / 2 * kColumns + v * kWidth) * 4);
-        if constexpr (j % 2) low = right<4>(low);
-        low = both(low, all_words(0x0f0f0f0f));
-        if constexpr (more == 0) return low;
-        constexpr int up = 4 - j * more;
-        i32 high = load_words(step + inputs / 2 * kColumns + v * kWidth * 4);
-        if constexpr (up > 0) high = left<up>(high);
-        if constexpr (up < 0) high = right<-up>(high);
-        return either(low, both(high, all_words(more == 1 ? 0x10101010 : 0x30303030)));
+    MOESERVE_INLINE i32 bytes(const uint8_t* step, int v) const {
+        const i32 low = plane<j, kLow, 0>(step, v);
+        if constexpr (kHigh == 0) {
+            return low;
+        } else {
+            return either(low, plane<j, kHigh, kLow>(step + kColumns * 4 * kLow, v));
+        }
     }
 };
 
-template <int inputs>
 struct IntBytes {
-    static constexpr int kInputs = inputs, kRun = 1;
-    static constexpr bool kSigned = true, kNibbles = false, kSupers = false;
-    static constexpr size_t kBytes = kColumns * inputs;
+    static constexpr int kRun = 1;
+    static constexpr bool kSigned = true, kNibbles = false;
+    static constexpr size_t kBytes = kColumns * IntRow::kBlock;
+
+    explicit IntBytes(const ProductArgs&) {}
 
     template <int j>
-    static MOESERVE_INLINE i32 bytes(const uint8_t* step, int v) {
+    MOESERVE_INLINE i32 bytes(const uint8_t* step, int v) const {
         return load_words(step + (j * kColumns + v * kWidth) * 4);
     }
 };
 
-struct Iq4NlCodes {
-    alignas(16) static constexpr int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                                      1,    13,   25,  38,  53,  69,  89,  113};
-};
-struct Fp4Codes {  // e2m1, twice
-    alignas(16) static constexpr int8_t values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-};
-
-/// Four bits that stand for numbers.
-template <class Codes>
-struct IntCodes : IntBits<0, 32> {
+/// Values of 3 or 4 bits that stand for the numbers of a table.
+template <int bits>
+struct IntCodes : IntBits<bits> {
     static constexpr int kRun = 1;
-    static constexpr bool kSigned = true, kNibbles = false, kSupers = std::is_same_v<Codes, Iq4NlCodes>;
+    static constexpr bool kSigned = true, kNibbles = false;
+    const int8_t* table;
+
+    explicit IntCodes(const ProductArgs& args) : IntBits<bits>(args), table(args.ints.table.data()) {}
 
     template <int j>
-    static MOESERVE_INLINE i32 bytes(const uint8_t* step, int v) {
-        return look_up_bytes(Codes::values, IntBits<0, 32>::bytes<j>(step, v));
+    MOESERVE_INLINE i32 bytes(const uint8_t* step, int v) const {
+        return look_up_bytes(table, IntBits<bits>::template bytes<j>(step, v));
     }
 };
 
-/// Adds the products of a step to the sums of M rows.
-template <class F, int M>
-MOESERVE_INLINE void add_step(const uint8_t* step, int v, const uint8_t* x, size_t stride, i32 (&sums)[M]) {
-    constexpr int n = F::kInputs / 4;
+/// Adds the products of part `part` of a step, one of `parts` equal ones, to the sums of M rows.
+template <int M, int parts, int part, class F>
+MOESERVE_INLINE void add_step(const F& format, const uint8_t* step, int v, const uint8_t* x, size_t stride, i32 (&sums)[M]) {
+    constexpr int n = IntRow::kBlock / 4 / parts, first = part * n;  // words
     const auto word = [&](int m, int j) __attribute__((always_inline)) {
         uint32_t bytes;
         memcpy(&bytes, x + static_cast<size_t>(m) * stride + 4 * j, sizeof bytes);
@@ -159,20 +164,21 @@ MOESERVE_INLINE void add_step(const uint8_t* step, int v, const uint8_t* x, size
     if constexpr (kByteDots && F::kNibbles && M <= 2) {  // upper nibbles stay where they are: their sums are shifted
         i32 upper[M];
         MOESERVE_EACH(m, M) { upper[m] = all_words(0); });
-        MOESERVE_EACH_CONSTANT(j, n / 2) {
-            const i32 w = load_words(step + (j * kColumns + v * kWidth) * 4);
+        MOESERVE_EACH_CONSTANT(i, n / 2) {
+            constexpr int j = first + 2 * i;
+            const i32 w = load_words(step + (j / 2 * kColumns + v * kWidth) * 4);
             const i32 low = both(w, all_words(0x0f0f0f0f)), high = both(w, all_words(0xf0f0f0f0));
             MOESERVE_EACH(m, M) {
-                sums[m] = dot_bytes(sums[m], low, word(m, 2 * j));
-                upper[m] = dot_bytes(upper[m], high, word(m, 2 * j + 1));
+                sums[m] = dot_bytes(sums[m], low, word(m, j));
+                upper[m] = dot_bytes(upper[m], high, word(m, j + 1));
             });
         });
         MOESERVE_EACH(m, M) { sums[m] = add(sums[m], right_signed<4>(upper[m])); });
         return;
     }
     i32 halves[M];
-    MOESERVE_EACH_CONSTANT(j, n) {
-        i32 w = F::template bytes<j>(step, v), sizes = w;
+    MOESERVE_EACH_CONSTANT(i, n) {
+        i32 w = format.template bytes<first + i>(step, v), sizes = w;
         if constexpr (F::kSigned) {
             if constexpr (kByteDots) {
                 w = differing(w, all_words(0x80808080));
@@ -181,13 +187,13 @@ MOESERVE_INLINE void add_step(const uint8_t* step, int v, const uint8_t* x, size
             }
         }
         MOESERVE_EACH(m, M) {
-            const i32 bytes = word(m, j);
+            const i32 bytes = word(m, first + i);
             if constexpr (kByteDots) {
                 sums[m] = dot_bytes(sums[m], w, bytes);
             } else {
                 const i32 pairs = F::kSigned ? byte_pairs(sizes, byte_signs(bytes, w)) : byte_pairs(w, bytes);
-                halves[m] = j % F::kRun ? add_halves(halves[m], pairs) : pairs;
-                if constexpr (j % F::kRun == F::kRun - 1 || j == n - 1) sums[m] = add(sums[m], sum_halves(halves[m]));
+                halves[m] = i % F::kRun ? add_halves(halves[m], pairs) : pairs;
+                if constexpr (i % F::kRun == F::kRun - 1 || i == n - 1) sums[m] = add(sums[m], sum_halves(halves[m]));
             }
         });
     });
@@ -199,51 +205,37 @@ MOESERVE_INLINE f32 int_scale(const ProductArgs& args, const uint8_t* head, int 
     return args.ints.scales == Type::fp16 ? load_fp16(head + v * kWidth * 2) : load_bf16(head + v * kWidth * 2);
 }
 
-/// c [M, 16] of one block. rows: of `stride` floats. supers: a step is a group, whose scale (and min) is a byte times a
-/// factor of 256 inputs.
-template <class F, int M, bool supers>
+/// c [M, 16] of one block. rows: of `stride` floats. parts: groups of a step, 2 of 16 inputs or (a part of) one. supers: a
+/// scale (and min) is a byte times a factor of 256 inputs.
+template <class F, int parts, bool supers, int M>
 void int_tile(const ProductArgs& args, const float* rows, size_t stride, const uint8_t* w, float* c) {
     constexpr size_t kAhead = 8192;  // bytes; 2048 come too late, from 4096 on it hardly matters
+    constexpr size_t kStep = IntRow::kBlock;
+    constexpr bool kEnds = supers || parts == 2;  // groups end with each step
+    const F format(args);
     const Packing packing = packing_of(args);
     const IntRow row(args, rows);
-    const size_t step = static_cast<size_t>(F::kInputs), depth = (args.depth + step - 1) / step * step;
-    const size_t group = supers ? step : args.group ? args.group : depth, head_bytes = packing.head_bytes();
+    const size_t depth = (args.depth + kStep - 1) / kStep * kStep;
+    const size_t group = kEnds ? kStep : args.group ? args.group : depth, head_bytes = packing.head_bytes();
     const bool zeros = !supers && args.zero_points, mins = args.ints.mins;
-    const f32 factor = all(args.weight_type == Type::fp4 ? 0.5f : 1.0f);
+    const size_t second = head_bytes / (mins || zeros ? 2 : 1);  // where mins or zero points begin in a head
+    const f32 factor = all(args.ints.factor);
     f32 totals[M][kVectors], units[kVectors], min_units[kVectors];
     MOESERVE_EACH(m, M) { for (f32& total : totals[m]) total = zero(); });
     for (int v = 0; v < kVectors; ++v) units[v] = min_units[v] = zero();
     for (size_t k = 0; k < depth;) {
         if (supers && k % 256 == 0) {
             MOESERVE_EACH(v, kVectors) {
-                units[v] = load_fp16(w + v * kWidth * 2);
+                units[v] = mul(load_fp16(w + v * kWidth * 2), factor);
                 if (mins) min_units[v] = load_fp16(w + (kColumns + v * kWidth) * 2);
             });
             w += packing.super_bytes();
         }
-        const uint8_t *const head = w, *const second = head + (head_bytes / (mins || zeros ? 2 : 1));
+        const uint8_t* const heads = w;
         const size_t end = k + group < depth ? k + group : depth;
         f32 sums[M][kVectors];
         MOESERVE_EACH(m, M) { for (f32& sum : sums[m]) sum = zero(); });
-        w += head_bytes;
-        do {
-            for (size_t i = 0; i < F::kBytes + 32; i += 64) __builtin_prefetch(w + kAhead + i, 0, 2);  // 32: the next head
-            MOESERVE_EACH(v, kVectors) {
-                i32 dots[M];
-                MOESERVE_EACH(m, M) { dots[m] = all_words(row.starts[m * stride + k / step]); });
-                add_step<F, M>(w, v, row.bytes + k, stride * sizeof(float), dots);
-                MOESERVE_EACH(m, M) {
-                    f32 sum = to_float(dots[m]);
-                    if (zeros) {
-                        const f32 zero = load(reinterpret_cast<const float*>(second) + v * kWidth);
-                        sum = fnma(zero, all(row.offsets + m * stride + k / step), sum);
-                    }
-                    sums[m][v] = fma(sum, all(row.scales + m * stride + k / IntRow::kBlock), sums[m][v]);
-                });
-            });
-            k += step, w += F::kBytes;
-        } while (!supers && k < end);
-        MOESERVE_EACH(v, kVectors) {
+        const auto end_group = [&](const uint8_t* head, int v, size_t block) __attribute__((always_inline)) {
             const auto scale_at = [&](const uint8_t* at, f32 unit) __attribute__((always_inline)) {
                 if (!supers) return int_scale(args, at, v);
                 return mul(unit, mins ? load_bytes(at + v * kWidth) : load_int8(at + v * kWidth));
@@ -251,52 +243,81 @@ void int_tile(const ProductArgs& args, const float* rows, size_t stride, const u
             const f32 scale = supers ? scale_at(head, units[v]) : mul(scale_at(head, units[v]), factor);
             MOESERVE_EACH(m, M) { totals[m][v] = fma(sums[m][v], scale, totals[m][v]); });
             if (mins) {
-                const f32 min = scale_at(second, min_units[v]);
-                MOESERVE_EACH(m, M) {
-                    totals[m][v] = fnma(min, all(row.offsets + m * stride + (k - step) / step), totals[m][v]);
-                });
+                const f32 min = scale_at(head + second, min_units[v]);
+                MOESERVE_EACH(m, M) { totals[m][v] = fnma(min, all(row.offsets + m * stride + block), totals[m][v]); });
             }
-        });
+        };
+        w += parts * head_bytes;
+        do {
+            for (size_t i = 0; i < F::kBytes + 32; i += 64) __builtin_prefetch(w + kAhead + i, 0, 2);  // 32: the next head
+            MOESERVE_EACH(v, kVectors) {
+                MOESERVE_EACH_CONSTANT(part, parts) {
+                    const size_t block = k / kStep * parts + part;
+                    i32 dots[M];
+                    MOESERVE_EACH(m, M) { dots[m] = all_words(row.starts[m * stride + block]); });
+                    add_step<M, parts, part>(format, w, v, row.bytes + k, stride * sizeof(float), dots);
+                    MOESERVE_EACH(m, M) {
+                        f32 sum = to_float(dots[m]);
+                        if (zeros) {
+                            const f32 zero = load(reinterpret_cast<const float*>(heads + part * head_bytes + second) + v * kWidth);
+                            sum = fnma(zero, all(row.offsets + m * stride + block), sum);
+                        }
+                        sums[m][v] = fma(sum, all(row.scales + m * stride + k / kStep), kEnds ? zero() : sums[m][v]);
+                    });
+                    if constexpr (kEnds) end_group(heads + part * head_bytes, v, block);
+                });
+            });
+            k += kStep, w += F::kBytes;
+        } while (!kEnds && k < end);
+        if constexpr (!kEnds) {
+            MOESERVE_EACH(v, kVectors) { end_group(heads, v, (k - kStep) / kStep); });
+        }
     }
     MOESERVE_EACH(m, M) {
         for (int v = 0; v < kVectors; ++v) store(c + m * kSumsStride + v * kWidth, totals[m][v]);
     });
 }
 
-template <class F, bool supers>
+template <class F, int parts, bool supers>
 void int_tiles(const ProductArgs& args, const float* rows, size_t stride, size_t count, const uint8_t* w, float* c) {
     const size_t num_tiles = (count + kIntRows - 1) / kIntRows;
     for (size_t t = 0; t < num_tiles; ++t) {
         const size_t first = count * t / num_tiles, most = count * (t + 1) / num_tiles - first;
         MOESERVE_EACH_CONSTANT(m, kIntRows) {
-            if (most == m + 1) int_tile<F, m + 1, supers>(args, rows + first * stride, stride, w, c + first * kSumsStride);
+            if (most == m + 1) {
+                int_tile<F, parts, supers, m + 1>(args, rows + first * stride, stride, w, c + first * kSumsStride);
+            }
         });
+    }
+}
+
+using IntTiles = void (*)(const ProductArgs&, const float*, size_t, size_t, const uint8_t*, float*);
+
+/// The kernel of a form. `check_ints` (bindings/products.cpp) refuses all others.
+inline IntTiles int_tiles_of(const ProductArgs& args) {
+    const bool halves = args.group == 16, supers = args.ints.supers;
+    if (args.ints.codes) {
+        if (args.ints.bits == 3) return halves ? int_tiles<IntCodes<3>, 2, true> : int_tiles<IntCodes<3>, 1, true>;
+        if (halves) return int_tiles<IntCodes<4>, 2, false>;
+        return supers ? int_tiles<IntCodes<4>, 1, true> : int_tiles<IntCodes<4>, 1, false>;
+    }
+    switch (args.ints.bits) {
+        case 2: return supers ? int_tiles<IntBits<2>, 2, true> : int_tiles<IntBits<2>, 1, false>;
+        case 3: return int_tiles<IntBits<3>, 2, true>;
+        case 4:
+            if (halves) return int_tiles<IntBits<4>, 2, false>;
+            return supers ? int_tiles<IntBits<4>, 1, true> : int_tiles<IntBits<4>, 1, false>;
+        case 5: return supers ? int_tiles<IntBits<5>, 1, true> : int_tiles<IntBits<5>, 1, false>;
+        case 6: return int_tiles<IntBits<6>, 2, true>;
+        default: return halves ? int_tiles<IntBytes, 2, false> : int_tiles<IntBytes, 1, false>;
     }
 }
 
 /// c [rows, blocks * 16].
 inline void int_sums(const ProductArgs& args, const float* rows, size_t stride, size_t count, const uint8_t* w,
                      size_t blocks, float* c) {
-    const bool halves = args.group == 16;
-    for (; blocks; --blocks, w += args.block_bytes, c += kColumns) {
-        const auto as = [&]<class F>(F) {
-            if constexpr (F::kSupers) {
-                if (args.ints.supers) return int_tiles<F, true>(args, rows, stride, count, w, c);
-            }
-            int_tiles<F, false>(args, rows, stride, count, w, c);
-        };
-        if (args.weight_type == Type::fp4) {
-            as(IntCodes<Fp4Codes>());
-        } else if (args.weight_type == Type::iq4_nl) {
-            as(IntCodes<Iq4NlCodes>());
-        } else if (args.ints.bits == 8) {
-            halves ? as(IntBytes<16>()) : as(IntBytes<32>());
-        } else if (args.ints.bits == 4) {
-            halves ? as(IntBits<0, 16>()) : as(IntBits<0, 32>());
-        } else {
-            args.ints.bits == 5 ? as(IntBits<1, 32>()) : as(IntBits<2, 16>());
-        }
-    }
+    const IntTiles tiles = int_tiles_of(args);
+    for (; blocks; --blocks, w += args.block_bytes, c += kColumns) tiles(args, rows, stride, count, w, c);
 }
 
 /// Rows rounded to int8, each block of 32 inputs with a scale.

@@ -1,6 +1,7 @@
 // What matrix products take: packed weights, rows grouped by the weights that they meet, and where results go.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -10,13 +11,17 @@ namespace moeserve {
 
 enum class Type : int;
 
-/// How weights lie that meet rows of int8 (kernels/int_product.hpp). bits: of a value, 4, 5, 6 or 8. scales: the type of
-/// scales and mins. supers: scales and mins are bytes times an fp16 of 256 inputs.
+/// How weights lie that meet rows of int8 (kernels/int_product.hpp). bits: of a value, 2 to 6, or 8. scales: the type of
+/// scales and mins. supers: scales and mins are bytes times an fp16 of 256 inputs. codes: values are indices into `table`,
+/// 3 or 4 bits each. factor: what scales are multiplied with when they are used.
 struct IntForm {
     bool on = false;
     size_t bits = 8;
     Type scales{};
     bool mins = false, supers = false;
+    bool codes = false;
+    float factor = 1.0f;
+    alignas(16) std::array<int8_t, 16> table{};
 };
 
 /// A weight matrix in blocks of 16 columns (outputs), zeros filling up the last. All inputs of a block are in one piece:
@@ -30,11 +35,11 @@ struct IntForm {
 ///   int4  per group of inputs: 16 scales, 16 zero points unless symmetric, [group / 8][16] words of 8 inputs: 0, 2, 4
 ///         and 6 in the upper half, the others in the lower, first ones lowest
 ///   fp4 (e2m1)  as int4 without zero points
-/// For rows of int8, per group of inputs (`of_int`; zeros fill up the last 32): 16 scales, 16 mins or zero points if there
-/// are any, then for each 32 inputs, or 16 if the group is of 16:
-///   bits 8  [inputs / 4][16] words: of 8 inputs 1, 5, 0 and 4, then 3, 7, 2 and 6, first ones lowest
-///   bits 4, 5, 6  int4's words of the lower bits, then [16] words of the upper ones: in each byte, those of the nibbles
-///         there, word by word, lower nibbles first
+/// For rows of int8, weights come in steps of 32 inputs; zeros fill up the last one. Before the first step of a group (both
+/// groups of a step, if groups are of 16 inputs) come 16 scales, then 16 mins or zero points if there are any. A step:
+///   bits 8  [8][16] words: of 8 inputs 1, 5, 0 and 4, then 3, 7, 2 and 6, first ones lowest
+///   bits 2 to 6  the same 8 words, cut into planes: the lower 4 bits (the lower 2 of bits 2 and 3), then the upper ones. In
+///         a plane of n bits, 8 / n words of bytes share a word, first ones lowest.
 /// supers: before 256 inputs 16 factors of scales, and of mins.
 /// Scales and zero points are fp32 unless `ints` says otherwise. A block is filled up to a multiple of 64 bytes.
 struct Packing {
@@ -46,8 +51,8 @@ struct Packing {
     bool zero_points = false;
     IntForm ints{};
 
-    /// Inputs of a step of integers, their own scale or not.
-    size_t step() const { return group == 16 ? 16 : 32; }
+    static constexpr size_t kIntStep = 32;  // inputs of a step of integers
+    size_t groups_per_step() const { return group == 16 ? 2 : 1; }
     size_t super_bytes() const { return ints.supers ? kBlock * (ints.mins ? 4 : 2) : 0; }
     size_t head_bytes() const {
         const size_t scale = ints.supers ? 1 : ints.scales == Type{} ? 4 : 2;

@@ -14,7 +14,7 @@
 namespace moeserve {
 
 /// Element types of activations and weights.
-enum class Type : int { fp32, bf16, fp16, int8, int4, fp8, fp4, iq4_nl, bf12 };
+enum class Type : int { fp32, bf16, fp16, int8, int4, fp8, fp4, bf12 };
 
 /// One pointer per kernel. Kernels are documented where they are defined, in kernels/<family>.hpp.
 struct Kernels {

@@ -13,13 +13,15 @@ using namespace moeserve;
 
 namespace {
 
+constexpr std::array<int8_t, 16> kNumbers{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
 /// A number that is exact in every type of scale.
 float scale() { return std::ldexp(static_cast<float>(below(15)) - 7, -static_cast<int>(below(9))); }
 
 template <class E>
 void product(const Packing& p, size_t rows, size_t offset) {
     const size_t groups = p.group ? (p.depth + p.group - 1) / p.group : 1, supers = p.depth / 256;
-    const bool words = p.type == Type::int8, codes = p.type == Type::fp4 || p.type == Type::iq4_nl;
+    const bool words = p.type == Type::int8 && !p.ints.codes;
     Exact<uint8_t> values(p.columns * p.depth, offset), packed(p.bytes());
     Exact<int8_t> whole(p.columns * p.depth);
     Exact<float> scales(p.columns * groups), mins(scales), zeros(scales), units(p.columns * supers), min_units(units);
@@ -36,15 +38,14 @@ void product(const Packing& p, size_t rows, size_t offset) {
         const int bias = p.ints.mins ? 0 : 1 << (p.ints.bits - 1), number = static_cast<int>(below(1 << p.ints.bits));
         values[i] = static_cast<uint8_t>(words ? number - bias : number);
         const float zero = zeros[i / p.depth * groups + (p.group ? i % p.depth / p.group : 0)];
-        whole[i] = static_cast<int8_t>(p.type == Type::fp4      ? tested::Fp4Codes::values[number]
-                                       : p.type == Type::iq4_nl ? tested::Iq4NlCodes::values[number]
-                                       : p.zero_points          ? number - static_cast<int>(zero)
-                                                                : number - bias);
+        whole[i] = static_cast<int8_t>(p.ints.codes    ? p.ints.table[static_cast<size_t>(number)]
+                                       : p.zero_points ? number - static_cast<int>(zero)
+                                                       : number - bias);
     }
     pack(p, {values.data(), p.depth, scales.data(), zeros.data(), mins.data(), units.data(), min_units.data()},
          packed.data(), p.block_bytes(), 0, p.num_blocks());
-    if (codes && p.type == Type::fp4) {
-        for (size_t i = 0; i < scales.size(); ++i) scales[i] *= 0.5f;
+    if (!p.ints.supers) {
+        for (size_t i = 0; i < scales.size(); ++i) scales[i] *= p.ints.factor;
     }
     const auto x = random<E>(rows * p.depth, offset);
     Exact<float> wide(x.size()), plain(rows * p.columns);
@@ -78,13 +79,20 @@ int main() {
             forms.push_back({Type::int8, depth, 37, group, false, {true, 8, Type::fp16}});
         }
         forms.push_back({Type::int8, depth, 5, 0, false, {true, 8}});
-        forms.push_back({Type::fp4, depth, 16, 32, false, {true, 4, Type::bf16}});
-        forms.push_back({Type::iq4_nl, depth, 16, 32, false, {true, 4, Type::fp16}});
+        for (size_t group : {16, 32}) {
+            forms.push_back({Type::fp4, depth, 16, group, false, {true, 4, Type::bf16, false, false, true, 0.5f, kNumbers}});
+        }
+        forms.push_back({Type::int8, depth, 37, 96, false, {true, 2, Type::fp16}});
         forms.push_back({Type::int8, depth, 17, 32, false, {true, 5, Type::fp16}});
         forms.push_back({Type::int4, depth, 17, 32, false, {true, 4, Type::fp16, true}});
         if (depth % 256) continue;
-        for (size_t group : {16, 32}) forms.push_back({Type::int4, depth, 70, group, false, {true, 4, Type::fp32, true, true}});
-        forms.push_back({Type::iq4_nl, depth, 16, 32, false, {true, 4, Type::fp32, false, true}});
+        forms.push_back({Type::int4, depth, 70, 32, false, {true, 4, Type::fp32, true, true}});
+        forms.push_back({Type::int8, depth, 70, 16, false, {true, 2, Type::fp32, true, true}});
+        forms.push_back({Type::int8, depth, 70, 16, false, {true, 3, Type::fp32, false, true}});
+        forms.push_back({Type::int8, depth, 16, 32, false, {true, 4, Type::fp32, false, true, true, 0.25f, kNumbers}});
+        for (size_t group : {16, 32}) {
+            forms.push_back({Type::int8, depth, 37, group, false, {true, 3, Type::fp32, false, true, true, 0.125f, kNumbers}});
+        }
         forms.push_back({Type::int8, depth, 70, 32, false, {true, 5, Type::fp32, true, true}});
         forms.push_back({Type::int8, depth, 70, 16, false, {true, 6, Type::fp32, false, true}});
     }

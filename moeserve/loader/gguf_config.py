@@ -231,9 +231,14 @@ def gguf_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, StoredWei
     headers = read_model(path)
     shared = _variant(headers)[0].shared
     tensors = {}
+    outer_scales = {}  # by name of the weight that they multiply
     for tensor in (tensor for header in headers for tensor in header.tensors):
         if tensor.name == _ROPE_FACTORS:
             continue  # part of the config
+        if tensor.name.endswith(".scale"):
+            weight = tensor.name.removesuffix(".scale") + ".weight"
+            outer_scales[_hugging_face_name(weight, shared)] = tensor
+            continue
         name = _hugging_face_name(tensor.name, shared)
         shape = tensor.shape
         if name in tensors:
@@ -252,7 +257,24 @@ def gguf_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, StoredWei
         if form := GGML_FORMATS.get(tensor.dtype):
             # One tensor has both: each block of values begins or ends with its scales.
             stored[name] = StoredWeight(form, values=tensor, scales=tensor)
+    for name, scale in outer_scales.items():
+        stored[name] = _with_outer_scale(path, stored.get(name), scale)
     return tensors, stored
+
+
+def _with_outer_scale(path: Path, stored: StoredWeight | None, scale: TensorInfo) -> StoredWeight:
+    """Add the tensor that multiplies an NVFP4 weight: one number, or one for each expert."""
+    is_supported = stored is not None and stored.format.ggml == "NVFP4"
+    if stored is not None and is_supported:
+        shape = stored.values.shape
+        sizes = (1, shape[0]) if len(shape) == 3 else (1,)
+        is_supported = math.prod(scale.shape) in sizes
+    if stored is None or not is_supported:
+        raise CheckpointError(
+            f"{path}: tensor {scale.name!r} of shape {list(scale.shape)} is not supported: only "
+            "NVFP4 weights have scales beside them, one each or one for each expert"
+        )
+    return replace(stored, format=replace(stored.format, scales="F32"), outer_scale=scale)
 
 
 def _hugging_face_name(name: str, shared: str) -> str:

@@ -42,24 +42,25 @@ TYPES = {  # by the number in the file
     12: TensorType("Q4_K", 256, 144),
     13: TensorType("Q5_K", 256, 176),
     14: TensorType("Q6_K", 256, 210),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
+    16: TensorType("IQ2_XXS", 256, 66),
+    17: TensorType("IQ2_XS", 256, 74),
+    22: TensorType("IQ2_S", 256, 82),
+    18: TensorType("IQ3_XXS", 256, 98),
+    21: TensorType("IQ3_S", 256, 110),
+    19: TensorType("IQ1_S", 256, 50),
+    29: TensorType("IQ1_M", 256, 56),
     20: TensorType("IQ4_NL", 32, 18),
     23: TensorType("IQ4_XS", 256, 136),
+    34: TensorType("TQ1_0", 256, 54),
+    35: TensorType("TQ2_0", 256, 66),
     39: TensorType("MXFP4", 32, 17),
+    40: TensorType("NVFP4", 64, 36),
+    41: TensorType("Q1_0", 128, 18),
+    42: TensorType("Q2_0", 64, 18),
 }
-_UNSUPPORTED_TYPES = {  # for error messages
-    10: "Q2_K",
-    11: "Q3_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    40: "NVFP4",
-}
+_FIRST_OF_IK_LLAMA = 97  # types of ik_llama.cpp, a fork of llama.cpp, have these numbers
 _NUMBERS = {  # number of a metadata type -> format of `struct`
     0: "B",
     1: "b",
@@ -292,9 +293,10 @@ def _check_tensors(
         names.add(name)
         if kind not in TYPES:
             known = ", ".join(known_type.name for known_type in TYPES.values())
+            owner = " of ik_llama.cpp" if kind >= _FIRST_OF_IK_LLAMA else ""
             raise CheckpointError(
-                f"{path}: {what} is of type {_UNSUPPORTED_TYPES.get(kind, kind)}; supported: "
-                f"{known}. Download another quantization of the model"
+                f"{path}: {what} is of type {kind}{owner}; supported: {known}. Download another "
+                "quantization of the model"
             )
         tensor_type = TYPES[kind]
         if dims[0] % tensor_type.block_size:

@@ -8,7 +8,7 @@ from moeserve.config import Activations
 
 if TYPE_CHECKING:
     from moeserve.ops.quantized import Kind
-_BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4, "iq4_nl": 4}  # per weight, without scales
+_BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}  # per weight, without scales
 # Largest group of int4 weights in memory: GPU kernels repeat the scales of larger groups.
 _MAX_GROUP = 128
 
@@ -42,7 +42,9 @@ class StoredFormat:
     # For ggml types, see `Quantized`:
     mins: bool = False  # with mins
     supers: bool = False  # with super-scales
-    bits: int = 0  # of int8 values
+    super_factor: float = 1.0
+    bits: int = 0  # of int8 values, or of codes
+    codes: tuple[int, ...] = ()
     scales: Literal["F32", "BF16", "F16"] = "F32"  # dtype in which the scales are exact
 
     @property
@@ -149,8 +151,12 @@ class StoredFormat:
         Codes become int8, and scales fp32. None for types with mins, which these kernels do not
         support.
         """
-        kind: Kind = "int8" if self.kind == "iq4_nl" else self.kind
-        return None if self.mins else replace(self, kind=kind, supers=False, bits=0, scales="F32")
+        if self.mins:
+            return None
+        kind: Kind = "int8" if self.kind == "codes" else self.kind
+        return replace(
+            self, kind=kind, supers=False, super_factor=1.0, bits=0, codes=(), scales="F32"
+        )
 
     def int8_activations_obstacle(self, inputs: int) -> str:
         """Return why int8 activations are unsupported for these weights; empty if supported."""
@@ -159,11 +165,11 @@ class StoredFormat:
             group = -(-inputs // 8) * 8  # all inputs are one group, as in loader/weights.py
         if self.kind in ("int8", "int4") and (group == 16 or group % 32 == 0):
             return ""
-        if self.kind in ("fp4", "iq4_nl") and group == 32:
+        if self.kind in ("fp4", "codes") and group in (16, 32):
             return ""
         return (
             "activations=int8 supports int8 and int4 in groups of 16 inputs or a multiple of 32, "
-            "and fp4 in groups of 32"
+            "and fp4 in groups of 16 or 32"
         )
 
     @property
@@ -190,6 +196,19 @@ def _ggml(name: str, kind: "Kind", group: int = 32, **more: Any) -> StoredFormat
     return StoredFormat(kind=kind, layout="ggml", group=group, ggml=name, **more)
 
 
+# The numbers of ggml's types with codes. The upper bit of IQ3 and IQ2 is the sign.
+IQ4_CODES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ3_XXS_CODES = (4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62)
+IQ3_S_CODES = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
+IQ2_CODES = (8, 25, 43, 0, -8, -25, -43, 0)
+# 8 times -1, 0 or 1, plus 1 for the first three and minus 1 for the last three
+IQ1_CODES = (-7, 1, 9, 0, -9, -1, 7, 0)
+
+
+def _iq(name: str, group: int = 32, **more: Any) -> StoredFormat:
+    return _ggml(name, "codes", group=group, supers=True, **more)
+
+
 GGML_FORMATS = {
     ggml_format.ggml: ggml_format
     for ggml_format in (
@@ -202,8 +221,22 @@ GGML_FORMATS = {
         _ggml("Q5_K", "int8", supers=True, mins=True, bits=5),
         _ggml("Q6_K", "int8", group=16, supers=True, bits=6),
         _ggml("MXFP4", "fp4", scales="BF16"),
-        _ggml("IQ4_NL", "iq4_nl", scales="F16"),
-        _ggml("IQ4_XS", "iq4_nl", supers=True),
+        _ggml("NVFP4", "fp4", group=16, scales="BF16"),
+        _ggml("Q2_K", "int8", group=16, supers=True, mins=True, bits=2),
+        _ggml("Q3_K", "int8", group=16, supers=True, bits=3),
+        _ggml("TQ1_0", "int8", group=256, scales="F16", bits=2),
+        _ggml("TQ2_0", "int8", group=256, scales="F16", bits=2),
+        _ggml("Q1_0", "int8", group=128, scales="F16", bits=2),
+        _ggml("Q2_0", "int8", group=64, scales="F16", bits=2),
+        _ggml("IQ4_NL", "codes", scales="F16", bits=4, codes=IQ4_CODES),
+        _ggml("IQ4_XS", "codes", supers=True, bits=4, codes=IQ4_CODES),
+        _iq("IQ3_XXS", bits=4, codes=IQ3_XXS_CODES, super_factor=1 / 4),
+        _iq("IQ3_S", bits=4, codes=IQ3_S_CODES),
+        _iq("IQ2_XXS", bits=3, codes=IQ2_CODES, super_factor=1 / 8),
+        _iq("IQ2_XS", group=16, bits=3, codes=IQ2_CODES, super_factor=1 / 8),
+        _iq("IQ2_S", group=16, bits=3, codes=IQ2_CODES, super_factor=1 / 8),
+        _iq("IQ1_S", bits=3, codes=IQ1_CODES, super_factor=1 / 8),
+        _iq("IQ1_M", group=16, bits=3, codes=IQ1_CODES, super_factor=1 / 8),
     )
 }
 

@@ -40,8 +40,9 @@ from moeserve.loader.load_plan import (
     part_shape,
 )
 from moeserve.loader.safetensors_file import TensorInfo
+from moeserve.loader.stored import with_shape
 from moeserve.loader.stored_format import StoredFormat, common_format
-from moeserve.loader.unpack import unpack
+from moeserve.loader.unpack import Read, unpack
 from moeserve.ops.quantized import (
     CPU_JOB_ELEMENTS,
     Quantized,
@@ -126,7 +127,22 @@ def _empty_quantized(
         supers=supers,
         scale_dtype=DTYPES[weight_format.scales],
         bits=weight_format.bits,
+        codes=weight_format.codes,
+        super_factor=weight_format.super_factor,
     )
+
+
+def _outer_scale(tensor: TensorInfo, piece: Piece, read: Read) -> Tensor:
+    """Return the factors of a piece's matrices, fp32: one for each expert of the piece, or one."""
+    *sizes, _, _ = piece.shape
+    if math.prod(tensor.shape) == 1:
+        factors = read(with_shape(tensor), ())
+    else:
+        factors = read(with_shape(tensor, *sizes), piece.take[: len(sizes)])
+    factors = factors.float()
+    if not factors.isfinite().all():
+        raise CheckpointError(f"{tensor} has NaN or infinity; download it again")
+    return factors
 
 
 def _stored_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
@@ -279,6 +295,8 @@ class Reader:
         stored = self._checkpoint.stored[piece.source]
         if stored.format.layout == "ggml":
             blocks = read_blocks(stored.values, piece.take, read)
+            if stored.outer_scale is not None:
+                blocks = blocks.scaled(_outer_scale(stored.outer_scale, piece, read))
             if isinstance(into, Quantized):
                 fill(blocks, into)
             else:

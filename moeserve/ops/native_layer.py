@@ -42,14 +42,14 @@ from moeserve.ops.native_rows import (
     native_activation,
     native_rule,
 )
-from moeserve.ops.quantized import Quantized, Weight
+from moeserve.ops.quantized import E2M1_INTEGERS, Quantized, Weight
 from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
 BLOCK = 16  # columns of a packed block
 HUGE = 2 << 20  # bytes of a huge page
 # The version of the packed layout. Change the version with the layout, so that cached files in an
 # older layout are not used (loader/packed_cache.py).
-LAYOUT = 1
+LAYOUT = 2
 BYTES_IN_12_BITS = 1.53  # bytes per compressed weight, with tables and room for escapes
 HEAD_DIMS = range(8, 577, 8)  # widths of heads that the attention kernels support
 # Allocates memory for packed weights: number of bytes -> (uint8 memory aligned to 64 bytes, whether
@@ -78,14 +78,19 @@ def packing_of(weight: Weight, columns: int | None = None, lossless: bool = Fals
     num_outputs = columns or weight.shape[-2]
     num_inputs = weight.shape[-1]
     if isinstance(weight, Quantized):
-        has_supers = weight.supers is not None
+        kind = "int8" if weight.kind == "codes" else weight.kind
         bits = 0
+        codes = weight.codes
+        factor = weight.super_factor
         if weight.activations == "int8":
-            bits = (weight.bits or 8) if weight.kind == "int8" else 4
+            bits = weight.bits or (8 if weight.kind == "int8" else 4)
+            if weight.kind == "fp4":
+                codes = E2M1_INTEGERS
+                factor = 0.5
         return _native.Packing(
-            getattr(_native.Type, weight.kind), num_inputs, num_outputs, weight.group,
-            weight.zeros is not None, bits,
-            TYPES[weight.scale_dtype], weight.mins is not None, has_supers,
+            getattr(_native.Type, kind), num_inputs, num_outputs, weight.group,
+            weight.zeros is not None, bits, TYPES[weight.scale_dtype], weight.mins is not None,
+            weight.supers is not None, codes, factor,
         )  # fmt: skip
     is_compressed = lossless and weight.dtype is torch.bfloat16 and num_inputs % 8 == 0
     native_type = _native.Type.bf12 if is_compressed else TYPES[weight.dtype]

@@ -17,27 +17,10 @@ from torch.types import Device
 from moeserve.config import INT4_GROUPS, Activations
 from moeserve.errors import CheckpointError
 
-Kind = Literal["int8", "int4", "fp8", "fp4", "iq4_nl"]
-# The numbers that the 16 codes of a 4-bit kind stand for: fp4 (E2M1) and GGUF's IQ4_NL.
+Kind = Literal["int8", "int4", "fp8", "fp4", "codes"]
+# The numbers that the 16 codes of fp4 stand for, and the same times 2.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-IQ4_NL = (
-    -127.0,
-    -104.0,
-    -83.0,
-    -65.0,
-    -49.0,
-    -35.0,
-    -22.0,
-    -10.0,
-    1.0,
-    13.0,
-    25.0,
-    38.0,
-    53.0,
-    69.0,
-    89.0,
-    113.0,
-)
+E2M1_INTEGERS = tuple(int(2 * number) for number in E2M1)
 QuantizeTo = Literal["int8", "int4"]  # the kinds that `quantize` can produce
 CPU_JOB_ELEMENTS = 2**18  # that a thread rounds at a time, so that they stay in its cache
 GPU_JOB_ELEMENTS = 2**21  # at a time, because smaller jobs only add launches
@@ -58,7 +41,7 @@ class Quantized:
     group: int  # inputs per scale; 0: one scale per output
     dtype: torch.dtype  # of the activations that the weight is multiplied with
     # [..., N, K]: int8; otherwise uint8 with 0 to 15 (int4), the bits of e4m3fn (fp8), or an index
-    # into E2M1 (fp4) or IQ4_NL (iq4_nl)
+    # into E2M1 (fp4) or `codes` (codes)
     values: Tensor
     scales: Tensor  # fp32 [..., N, G]
     zeros: Tensor | None = None  # fp32 [..., N, G]; None: 8 for int4 without mins, otherwise 0
@@ -67,16 +50,18 @@ class Quantized:
     mins: Tensor | None = None  # fp32 [..., N, G]; None: 0
     # "int8": activations are rounded in blocks of 32 inputs before the product
     activations: Literal["float", "int8"] = "float"
+    codes: tuple[int, ...] = ()  # the numbers, up to 16, that values of the kind "codes" stand for
 
     # The other fields do not change w. They let a kernel pack GGUF's types in fewer bits.
 
-    # GGUF's super-scales (d, dmin), fp32 [..., N, K / 256], exact in fp16: within 256 inputs,
-    # scales are integer multiples of d, and mins of dmin. The integers are 0 to 63, or -128 to 127
-    # if dmin is None.
+    # GGUF's super-scales (d, dmin), fp32 [..., N, K / 256]: within 256 inputs, scales are integer
+    # multiples of d, and mins of dmin. The integers are 0 to 63, or -128 to 127 if dmin is None.
+    # d / super_factor and dmin are exact in fp16.
     supers: tuple[Tensor, Tensor | None] | None = None
+    super_factor: float = 1.0
     scale_dtype: torch.dtype = torch.float32  # scales and mins are exact in it
-    # bits that int8 values need: 5 (0 to 31 with mins, -16 to 15 without), 6 (-32 to 31, in groups
-    # of 16) or 0 for all 8
+    # bits that codes need, or values of int8: b bits are 0 to 2^b - 1 with mins, otherwise
+    # -2^(b - 1) to 2^(b - 1) - 1; 0: all 8
     bits: int = 0
 
     @staticmethod
@@ -166,9 +151,9 @@ def dequantized(weight: Quantized) -> Tensor:
     values = weight.values.float()
     if weight.kind == "fp8":
         values = weight.values.view(torch.float8_e4m3fn).float()
-    elif weight.kind in ("fp4", "iq4_nl"):
-        table = E2M1 if weight.kind == "fp4" else IQ4_NL
-        values = torch.tensor(table, device=values.device)[weight.values.int()]
+    elif weight.kind in ("fp4", "codes"):
+        table = torch.tensor(E2M1 if weight.kind == "fp4" else weight.codes, dtype=torch.float32)
+        values = table.to(values.device)[weight.values.int()]
     num_inputs = values.shape[-1]
 
     def per_input(per_group: Tensor) -> Tensor:

@@ -117,12 +117,12 @@ HOSTILE = {
     "overlap": (padded(header(tensors=[*ONE, (b"b", (16,), 0, 0)]), 64), "'a' and 'b' overlap"),
     "a name twice": (padded(header(tensors=[*ONE, (b"a", (8,), 0, 32)]), 64), "'a' occurs twice"),
     "an unknown kind": (
-        padded(header(tensors=[(b"a", (32,), 99, 0)]), 64),
-        "is of type 99; supported: F32, F16",
+        padded(header(tensors=[(b"a", (32,), 96, 0)]), 64),
+        "is of type 96; supported: F32, F16",
     ),
-    "a kind not read": (
-        padded(header(tensors=[(b"a", (256,), 10, 0)]), 128),
-        "is of type Q2_K; supported: F32",
+    "a kind of a fork": (
+        padded(header(tensors=[(b"a", (256,), 137, 0)]), 128),
+        "is of type 137 of ik_llama.cpp; supported: F32",
     ),
     "half a block": (
         padded(header(tensors=[(b"a", (48, 2), 2, 0)]), 64),
@@ -205,6 +205,8 @@ def test_a_whole_header_is_what_the_package_reads(tmp_path: Path) -> None:
 
 def test_types_have_the_package_s_blocks() -> None:
     for kind, (name, elements, num_bytes) in TYPES.items():
+        if name in ("Q1_0", "Q2_0"):  # newer than the package
+            continue
         assert gguf.GGMLQuantizationType[name] == kind
         assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)] == (elements, num_bytes)
 

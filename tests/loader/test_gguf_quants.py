@@ -24,16 +24,11 @@ from moeserve.loader.weights import empty_weight
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
 from moeserve.ops.quantized import Quantized, dequantized
-from tests.gguf_files import KINDS, random_blocks
+from tests.gguf_files import KINDS, put_scales, random_blocks
 
-HALVES = {
-    "Q4_1": (0, 2),
-    "Q5_1": (0, 2),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "MXFP4": (),
-}
+TWO_SCALES = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
+NO_HALVES = ("MXFP4", "NVFP4")  # their scales are bytes
+UNKNOWN_TO_GGUF = ("Q1_0", "Q2_0")  # to the package
 SCALES = np.array(
     [0, 0x8000, 1, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x3C00], np.uint16
 )  # 0, -0, subnormal, least, most
@@ -56,13 +51,13 @@ def hostile(kind: str) -> np.ndarray:
     raw = np.random.default_rng(0).integers(0, 256, (64, 8, num_bytes), dtype=np.uint8)
     if kind == "MXFP4":
         raw[..., 0] = np.arange(64 * 8).reshape(64, 8) % 255
-    for i, at in enumerate(HALVES.get(kind, (0,))):
-        raw[..., at : at + 2] = np.roll(SCALES, i).view(np.uint8).reshape(8, 2)
+    scales = np.stack((SCALES, np.roll(SCALES, 1)), -1)[:, : 2 if kind in TWO_SCALES else 1]
+    put_scales(kind, raw, np.broadcast_to(scales.view(np.float16), (64, *scales.shape)))
     return raw.reshape(64, -1)
 
 
 def test_every_type_is_here() -> None:
-    assert set(KINDS) == set(GGML_FORMATS)
+    assert {*KINDS, *UNKNOWN_TO_GGUF} == set(GGML_FORMATS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,7 +68,29 @@ def test_weights_have_the_same_bits(kind: str, take: Index) -> None:
     got = dense(read_blocks(tensor, take, read))
     with np.errstate(over="ignore"):  # the largest powers of two
         expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])[take]
-    assert np.array_equal(got.numpy().view(np.int32), expected.view(np.int32))
+    # Zeros may have another sign.
+    bits = (got.numpy() + 0.0).view(np.int32)
+    assert np.array_equal(bits, (expected + np.float32(0)).view(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "numbers"), [("Q1_0", 1, [-1, 1]), ("Q2_0", 2, [-1, 0, 1, 2])]
+)
+def test_types_of_one_and_two_bits(kind: str, width: int, numbers: list[int]) -> None:
+    """These have a scale, and numbers in the order of the weights, the lowest bits first."""
+    elements = 128 // width
+    raw = np.random.default_rng(0).integers(0, 256, (6, 4, 18), dtype=np.uint8)
+    raw[..., :2] = np.array([0.5, -0.25, 65504, 2**-24], np.float16).view(np.uint8).reshape(4, 2)
+    shape = (6, 4 * elements)
+    tensor = TensorInfo("w", Path("w.gguf"), kind, shape, 0, raw.nbytes)
+    got = dense(read_blocks(tensor, (), lambda *_: torch.from_numpy(raw.reshape(6, -1))))
+    for row in range(6):
+        for k in range(0, shape[1], 7):
+            block = raw[row, k // elements]
+            place = k % elements * width
+            number = block[2 + place // 8] >> place % 8 & (2**width - 1)
+            scale = float(block[:2].view(np.float16)[0])
+            assert got[row, k].item() == numbers[number] * scale
 
 
 def parameter(
@@ -136,7 +153,7 @@ def test_a_product_is_that_of_the_meaning_with_rounded_rows(
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "MXFP4"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NO_HALVES])
 def test_scales_at_the_ends_of_fp16_are_packed_as_they_are(kind: str) -> None:
     """One input at a time: a product is then the weight."""
     into, w_NK = parameter(kind, "auto", raw=hostile(kind))
@@ -149,14 +166,20 @@ def test_scales_at_the_ends_of_fp16_are_packed_as_they_are(kind: str) -> None:
         assert ((y_N - w_NK[:, k]).abs() <= bound_NK[:, k]).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "NVFP4"])
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E00])
 def test_scales_that_are_no_numbers_are_refused(kind: str, bits: int) -> None:
-    for at in HALVES.get(kind, (0,)) or (0,):
+    for wrong in range(2 if kind in TWO_SCALES else 1):
         raw = random_blocks(kind, (4, 256), 1)
-        raw[2, at : at + 2] = (
-            [255, 255] if kind == "MXFP4" else np.array([bits], np.uint16).view(np.uint8)
-        )
+        block = raw[2].reshape(1, -1)[
+            :, : gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+        ]
+        if kind == "MXFP4":
+            block[0, 0] = 255
+        else:
+            scales = np.full((1, 2), 1, np.float16)
+            scales[:, wrong] = np.array([bits], np.uint16).view(np.float16)
+            put_scales(kind, block, scales)
         tensor, read = rows_of(kind, raw)
         with pytest.raises(
             CheckpointError, match=r"tensor 'w' in w.gguf has a scale that is NaN or infinite"

@@ -108,6 +108,32 @@ def test_quantized_weights_mean_what_ggml_says(
 
 
 @pytest.mark.skipif(module is None or not module.serving_isa(), reason="needs the native kernels")
+def test_nvfp4_weights_may_have_scales_beside_them(make_checkpoint: Any, tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3_moe", **WIDE).path
+    options: dict[str, Any] = {"choose": matrices("NVFP4"), "outer_scales": True}
+    file = write_gguf("qwen3_moe", path, tmp_path / "model.gguf", **options)
+    meaning = write_gguf("qwen3_moe", path, tmp_path / "meaning.gguf", meaning=True, **options)
+    ours, rounded, theirs = (
+        driver.prefill("a", PROMPT, 31)
+        for driver in (Driver(file, activations="float"), Driver(file), Driver(meaning))
+    )
+    assert ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max() <= 2e-5
+    assert ((rounded - theirs).norm(dim=-1) / theirs.norm(dim=-1)).median() <= 5e-2
+
+
+def test_other_types_have_no_scales_beside_them(make_checkpoint: Any, tmp_path: Path) -> None:
+    file = write_gguf(
+        "qwen3_moe",
+        make_checkpoint("qwen3_moe", **WIDE).path,
+        tmp_path / "model.gguf",
+        choose=matrices("Q8_0"),
+        outer_scales=True,
+    )
+    with pytest.raises(CheckpointError, match=r"tensor '\S+.scale' .* only NVFP4 weights have"):
+        open_checkpoint(file, read_model_spec(file).stored)
+
+
+@pytest.mark.skipif(module is None or not module.serving_isa(), reason="needs the native kernels")
 @pytest.mark.parametrize(
     "name", ["gpt_oss", "deepseek_v3", "mixtral", "granite_moe_shared", "qwen2_moe"]
 )

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.loader.stored_format import IQ1_CODES, IQ3_XXS_CODES, IQ4_CODES
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
-from moeserve.ops.quantized import E2M1, IQ4_NL, Quantized, dequantized
+from moeserve.ops.quantized import E2M1_INTEGERS, Quantized, dequantized
 
 _native: Any = native()
 pytestmark = pytest.mark.skipif(_native is None, reason="no native kernels")
@@ -22,6 +23,13 @@ BF16 = torch.bfloat16
 FP32 = torch.float32
 
 # kind, group, bits, with zeros, mins, supers, dtype of scales, smallest and largest value.
+CODES = {  # the numbers of codes, and the factor of super-scales
+    "iq4_nl": (IQ4_CODES, 1.0),
+    "iq4_xs": (IQ4_CODES, 1.0),
+    "iq3_xxs": (IQ3_XXS_CODES, 0.25),
+    "iq1_s": (IQ1_CODES, 0.125),
+    "iq1_m": (IQ1_CODES, 0.125),
+}
 FORMS: dict[str, tuple[Any, ...]] = {
     "int8": ("int8", 0, 0, False, False, False, FP32, -128, 127),
     "int8 of 64": ("int8", 64, 0, False, False, False, FP32, -128, 127),
@@ -30,15 +38,20 @@ FORMS: dict[str, tuple[Any, ...]] = {
     "int4 of 96 with zeros": ("int4", 96, 0, True, False, False, FP32, 0, 15),
     "int4 of 16": ("int4", 16, 0, False, False, False, FP32, 0, 15),
     "mxfp4": ("fp4", 32, 0, False, False, False, BF16, 0, 15),
-    "iq4_nl": ("iq4_nl", 32, 0, False, False, False, FP16, 0, 15),
-    "iq4_xs": ("iq4_nl", 32, 0, False, False, True, FP32, 0, 15),
+    "nvfp4": ("fp4", 16, 0, False, False, False, BF16, 0, 15),
+    "iq4_nl": ("codes", 32, 4, False, False, False, FP16, 0, 15),
+    "iq4_xs": ("codes", 32, 4, False, False, True, FP32, 0, 15),
+    "iq3_xxs": ("codes", 32, 4, False, False, True, FP32, 0, 15),
+    "iq1_s": ("codes", 32, 3, False, False, True, FP32, 0, 7),
+    "iq1_m": ("codes", 16, 3, False, False, True, FP32, 0, 7),
+    "tq1_0": ("int8", 256, 2, False, False, False, FP16, -2, 1),
     "q4_0": ("int4", 32, 0, False, False, False, FP16, 0, 15),
     "q4_1": ("int4", 32, 0, False, True, False, FP16, 0, 15),
     "q5_0": ("int8", 32, 5, False, False, False, FP16, -16, 15),
     "q5_1": ("int8", 32, 5, False, True, False, FP16, 0, 31),
     "q8_0": ("int8", 32, 0, False, False, False, FP16, -128, 127),
-    "q2_k": ("int4", 16, 0, False, True, True, FP32, 0, 3),
-    "q3_k": ("int4", 16, 0, False, False, True, FP32, 4, 11),
+    "q2_k": ("int8", 16, 2, False, True, True, FP32, 0, 3),
+    "q3_k": ("int8", 16, 3, False, False, True, FP32, -4, 3),
     "q4_k": ("int4", 32, 0, False, True, True, FP32, 0, 15),
     "q5_k": ("int8", 32, 5, False, True, True, FP32, 0, 31),
     "q6_k": ("int8", 16, 6, False, False, True, FP32, -32, 31),
@@ -59,6 +72,7 @@ def weight_of(form: str, columns: int, depth: int, dtype: torch.dtype) -> Quanti
     values[0] = low
     values[-1, ::2] = high
     groups = -(-depth // group) if group else 1
+    codes, factor = CODES.get(form, ((), 1.0))
     scales = torch.randn(columns, groups).to(scale_dtype).float()
     mins = None
     supers = None
@@ -71,6 +85,7 @@ def weight_of(form: str, columns: int, depth: int, dtype: torch.dtype) -> Quanti
         d[0] = 0
         least, most = (0, 64) if with_mins else (-128, 128)
         sc, m = (torch.randint(least, most, (columns, groups)) for _ in range(2))
+        d *= factor
         scales, mins = ((u.repeat_interleave(256 // group, 1) * n) for u, n in ((d, sc), (dmin, m)))
         supers = (d, dmin if with_mins else None)
         mins = mins if with_mins else None
@@ -88,6 +103,8 @@ def weight_of(form: str, columns: int, depth: int, dtype: torch.dtype) -> Quanti
         supers=supers,
         scale_dtype=scale_dtype,
         bits=bits,
+        codes=codes,
+        super_factor=factor,
     )
 
 
@@ -95,8 +112,8 @@ def reference(weight: Quantized, x_MK: Tensor) -> Tensor:
     """The scalar product, with whole numbers for the values."""
     w, (columns, depth) = weight, weight.shape
     numbers = w.values.float()
-    if w.kind in ("fp4", "iq4_nl"):
-        numbers = torch.tensor([2 * x for x in E2M1] if w.kind == "fp4" else IQ4_NL)[w.values.int()]
+    if w.kind in ("fp4", "codes"):
+        numbers = torch.tensor(E2M1_INTEGERS if w.kind == "fp4" else w.codes)[w.values.int()]
     elif w.kind == "int4" and w.mins is None:
         numbers -= 8 if w.zeros is None else w.zeros.repeat_interleave(w.group, 1)[:, :depth]
     whole = numbers.to(torch.int8)
@@ -172,12 +189,12 @@ def test_what_is_not_finite_stays_visible_in_its_row(value: float, isas: list[st
     [
         ("q4_0", {"group": 24}, "groups are of 16 or 32 n"),
         ("q4_k", {"activations": "float"}, "minima need"),
-        ("iq4_nl", {"activations": "float"}, "iq4_nl needs"),
-        ("q6_k", {"group": 32}, "5 in groups of 32, or 6 in groups of 16"),
+        ("iq4_nl", {"activations": "float"}, "codes need"),
+        ("q6_k", {"group": 32}, "no kernel has values of so many bits"),
         (
             "q8_0",
             {"supers": (torch.ones(16, 1), None)},
-            "scales of scales are for integers of 4 to 6",
+            "no kernel has values of so many bits",
         ),
     ],
 )
