@@ -67,6 +67,8 @@ class TemplateFit:
 
     def _converted(self, chat: Chat, kind: str, render: Render, shapes: Sequence[Shape]) -> Chat:
         for i, shape in enumerate(shapes):
+            if self._needed.get((i, kind)) is False:
+                continue  # most shapes of most templates: not looked for in each conversation
             if shape.occurs(chat) and self._is_needed(i, kind, render):
                 # The conversion may make an earlier shape.
                 chat = self._converted(shape.convert(chat), kind, render, shapes[:i])

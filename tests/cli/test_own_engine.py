@@ -163,6 +163,6 @@ def test_offline_benchmarks_write_vllms_keys(
 
 
 def test_offline_benchmarks_refuse_bad_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in (["--input-len", "0"], ["--num-iters", "0"], ["--max-model-len", "-1"]):
+    for argv in (["--input-len", "0"], ["--num-iters", "0"], ["--max-model-len", "-2"]):
         assert main.main(["bench", "latency", *argv]) == 2
         assert "must be at least 1" in capsys.readouterr().err

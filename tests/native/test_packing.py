@@ -105,6 +105,12 @@ def test_another_layout_needs_another_number() -> None:
     weights += [
         Quantized(kind, 32, torch.bfloat16, w_NK, scales.repeat(1, 2)) for kind in ("int8", "fp8")
     ]
+    rounded: dict[str, Any] = {"activations": "int8"}
+    weights += [
+        Quantized("int4", 32, torch.bfloat16, w_NK % 16, scales.repeat(1, 2), **rounded),
+        Quantized("int8", 16, torch.bfloat16, w_NK, scales.repeat(1, 3), **rounded),
+        Quantized("int8", 32, torch.bfloat16, w_NK % 2, scales.repeat(1, 2), bits=2, **rounded),
+    ]
     sums = []
     for weight in weights:
         packing = packing_of(weight)
@@ -112,7 +118,7 @@ def test_another_layout_needs_another_number() -> None:
         pack(packing, weight, memory.data_ptr(), packing.block_bytes, all_threads=False)
         sums.append(checksum(memory))
     assert (LAYOUT, [hex(one) for one in sums]) == (
-        1,
+        2,
         [
             "0x91ef194d212d1563",
             "0x3df84d60e223bafb",
@@ -124,5 +130,8 @@ def test_another_layout_needs_another_number() -> None:
             "0xdf75a6725ed0b241",
             "0xafe7ca98d2fa2944",
             "0xafe7ca98d2fa2944",
+            "0x4b2229d8ce8d2dbb",
+            "0x1f5db388e0e3059b",
+            "0x91cce10eb43a37eb",
         ],
     )
