@@ -67,13 +67,15 @@ def _known_names() -> set[str]:
 def _words(document: Mapping[Any, Any]) -> list[str]:
     """Return the values as words of a command line, the model first."""
     words: list[str] = []
+    known = _known_names()
     for key, value in sorted(document.items(), key=lambda item: item[0] != "model"):
         flag = "--" + str(key).replace("_", "-")
-        if value is True:
-            words.append(flag)
+        is_unknown = flag[2:] not in known and not foreign_table().full_name(flag)
+        if value is True or (is_unknown and not value):
+            words.append(flag)  # an unknown name is refused, whatever its value
         elif value is False:
             negation = f"--no-{flag[2:]}"
-            if negation[2:] in _known_names() or negation == "--no-enable-prefix-caching":
+            if negation[2:] in known or negation == "--no-enable-prefix-caching":
                 words.append(negation)
         elif isinstance(value, list):
             words += [flag, *map(str, value)]

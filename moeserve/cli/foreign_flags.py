@@ -140,6 +140,8 @@ def _put(tree: dict[str, Any], path: str, text: str) -> None:
     else:
         with suppress(json.JSONDecodeError):
             value = json.loads(text)
+    if isinstance(tree.get(name), dict):
+        raise ConfigError(f".{path}: {name} has parts already")
     tree[name] = value
 
 

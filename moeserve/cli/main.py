@@ -204,7 +204,8 @@ def _unknown_arguments(
     for flags in (parser._option_string_actions, foreign):
         # Compare without dashes, which make short flags look alike.
         names = {flag.lstrip("-"): flag for flag in flags}
-        if similar := get_close_matches(spelled, names, 1, cutoff=0.7):
+        similar = get_close_matches(spelled, names, 1, cutoff=0.7)
+        if similar and len(spelled) > 1:  # a single letter resembles nothing
             hint = f"did you mean {names[similar[0]]}?"
             break
     parser.exit(USAGE_ERROR, f"{parser.prog}: unknown argument {word!r}; {hint}\n")

@@ -36,6 +36,7 @@ TITLES = {
     "server": "HTTP server",
 }
 SECRET_SETTINGS = ("api_key",)
+MAX_SHOWN_NAMES = 100  # in an error message
 FILE_SETTINGS = (
     "chat_template",
     "api_key_file",
@@ -274,11 +275,14 @@ def setting_named(name: str) -> Setting:
 
 
 def suggestion(word: Any, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name: a similar known name, or all."""
-    close_names = get_close_matches(str(word), list(known), 1)
+    """Return the end of an error message about an unknown name: a similar known name, or all, if
+    they are few.
+    """
+    names = sorted(known)
+    close_names = get_close_matches(str(word), names, 1)
     if close_names:
         return f"; did you mean {close_names[0]!r}?"
-    return f"; known: {', '.join(sorted(known))}"
+    return "" if len(names) > MAX_SHOWN_NAMES else f"; known: {', '.join(names)}"
 
 
 @functools.cache

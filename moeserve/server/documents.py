@@ -4,7 +4,7 @@ Text comes as it is, or in base64. A file of another kind, or behind a URL, is r
 """
 
 import base64
-import binascii
+from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
@@ -30,7 +30,7 @@ class _Citations(Struct):
     enabled: bool = False
 
 
-class Document(Struct, kw_only=True):
+class Document(Struct, kw_only=True, dict=True):
     """Anthropic's block of a document."""
 
     source: _Source
@@ -42,13 +42,13 @@ class Document(Struct, kw_only=True):
         _check_citations(self.citations)
         _ = self.text
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The document with its title. Raises ValueError."""
         return _headed("document", self.title, self.context, _source_text(self.source))
 
 
-class SearchResult(Struct, kw_only=True):
+class SearchResult(Struct, kw_only=True, dict=True):
     """Anthropic's block of a search result."""
 
     source: str
@@ -60,13 +60,13 @@ class SearchResult(Struct, kw_only=True):
         _check_citations(self.citations)
         _ = self.text
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The result with its title and source. Raises ValueError."""
         return _headed("search result", self.title, self.source, _parts_text(self.content))
 
 
-class InputFile(Struct, kw_only=True):
+class InputFile(Struct, kw_only=True, dict=True):
     """The file of a response's input."""
 
     filename: str | None = None
@@ -77,7 +77,7 @@ class InputFile(Struct, kw_only=True):
     def __post_init__(self) -> None:
         _ = self.text
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The file with its name. Raises ValueError."""
         if self.file_data is None:
@@ -130,5 +130,5 @@ def _decoded(media_type: str, data: str) -> str:
         raise ValueError(f"a file of type {media_type[:64]!r}; {_REMEDY}")
     try:
         return base64.b64decode(data, validate=True).decode("utf-8-sig")
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # not base64, not UTF-8
         raise ValueError(f"the data must be UTF-8 text in base64; {_REMEDY}") from None

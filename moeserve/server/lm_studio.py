@@ -7,7 +7,6 @@ import asyncio
 from functools import partial
 
 from aiohttp import web
-from msgspec import Struct
 
 from moeserve.errors import ModelNotFound
 from moeserve.protocol import Answer
@@ -40,7 +39,7 @@ class StudioModel(Answer, kw_only=True):
     capabilities: list[str]  # tool_use, or nothing
 
 
-class StudioModels(Struct, kw_only=True):
+class StudioModels(Answer, kw_only=True):
     """The served model, under each of its names."""
 
     object: str = "list"

@@ -57,7 +57,11 @@ def fim_tokens(tokenizer: Tokenizer | None, param: str) -> FimTokens:
 
 
 def fill_in_middle_prompt(
-    tokenizer: Tokenizer, prefix: str | Sequence[int], suffix: str, *, special: bool = True
+    tokenizer: Tokenizer,
+    prefix: str | Sequence[int],
+    suffix: str | Sequence[int],
+    *,
+    special: bool = True,
 ) -> list[int]:
     """Return the ids of a prompt whose answer belongs between a prefix and a suffix.
 
@@ -66,7 +70,7 @@ def fill_in_middle_prompt(
     Args:
         tokenizer: The model's tokenizer.
         prefix: The text before the gap, or its ids.
-        suffix: The text after the gap.
+        suffix: The text after the gap, or its ids.
         special: Add the tokens before every text, such as BOS.
 
     Raises InvalidRequest if the model has no tokens for this.
@@ -76,7 +80,8 @@ def fill_in_middle_prompt(
     before = tokenizer.encode_plain(prefix) if isinstance(prefix, str) else list(prefix)
     if start and before[: len(start)] == start:  # ids of an encoded text
         before = before[len(start) :]
-    prompt = tokens.arrange(before, tokenizer.encode_plain(suffix))
+    after = tokenizer.encode_plain(suffix) if isinstance(suffix, str) else list(suffix)
+    prompt = tokens.arrange(before, after)
     return [*start, *prompt] if special else prompt
 
 
@@ -148,7 +153,7 @@ def _context(
     room = max_tokens - len(head) - len(tail)
     kept: list[list[int]] = []
     for chunk in reversed(chunks):
-        if len(chunk.text) > room * tokenizer.longest_token:
+        if len(chunk.file_name) + len(chunk.text) > room * tokenizer.longest_token:
             break
         encoded = _chunk(tokenizer, tokens, chunk)
         if len(encoded) > room:

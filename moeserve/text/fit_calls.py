@@ -1,12 +1,12 @@
 """Conversions of calls and results, for templates that do not take all of them."""
 
 import string
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from hashlib import sha256
-from itertools import pairwise
+from itertools import groupby, pairwise
 
-from moeserve.text.chat_messages import Chat, Message, as_json, without
+from moeserve.text.chat_messages import Chat, Message, as_json, joined, without
 
 _ID_LETTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # of the ids that Mistral's templates accept
@@ -30,25 +30,24 @@ def has_calls_or_listing(chat: Chat) -> bool:
 def calls_as_text(chat: Chat) -> Chat:
     """Write calls and results as text, and tell the model how to write calls."""
     messages: list[Message] = []
-    for message in chat.messages:
-        if chat.listing and chat.listing in message.get("content", ""):
-            instructions = chat.listing + _CALL_INSTRUCTIONS
-            told = message["content"].replace(chat.listing, instructions, 1)
-            message = message | {"content": told}
-        if made := message.get("tool_calls"):
-            written = [f"<tool_call>\n{as_json(call['function'])}\n</tool_call>" for call in made]
-            text = "\n".join(filter(None, [message.get("content"), *written]))
-            messages.append(without(message, "tool_calls") | {"content": text})
-        elif message["role"] == "tool":
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if messages and "_results" in messages[-1]:
-                messages[-1]["content"] += f"\n{text}"
-            else:
-                messages.append({"role": "user", "content": text, "_results": True})
+    for are_results, group in groupby(chat.messages, lambda message: message["role"] == "tool"):
+        if are_results:
+            texts = [f"<tool_response>\n{result['content']}\n</tool_response>" for result in group]
+            messages.append({"role": "user", "content": "\n".join(texts)})
         else:
-            messages.append(message)
-    messages = [without(message, "_results") for message in messages]
+            messages += [_with_text_calls(message, chat.listing) for message in group]
     return chat._replace(messages=messages, listing="")
+
+
+def _with_text_calls(message: Message, listing: str) -> Message:
+    if listing and listing in message.get("content", ""):
+        told = message["content"].replace(listing, listing + _CALL_INSTRUCTIONS, 1)
+        message = message | {"content": told}
+    if made := message.get("tool_calls"):
+        written = [f"<tool_call>\n{as_json(call['function'])}\n</tool_call>" for call in made]
+        text = "\n".join(filter(None, [message.get("content"), *written]))
+        message = without(message, "tool_calls") | {"content": text}
+    return message
 
 
 def lacks_ids(chat: Chat) -> bool:
@@ -62,7 +61,7 @@ def lacks_ids(chat: Chat) -> bool:
 def with_ids(chat: Chat) -> Chat:
     """Number calls without an id, and give results without an id those of the calls, in order."""
     messages = []
-    open_ids: list[str] = []
+    open_ids: OrderedDict[str, None] = OrderedDict()  # of calls without a result
     num_calls = 0
     for message in chat.messages:
         if made := message.get("tool_calls"):
@@ -70,12 +69,11 @@ def with_ids(chat: Chat) -> Chat:
             for call in made:
                 num_calls += 1
                 identified.append({"id": f"call_{num_calls}"} | call)
-            open_ids = [call["id"] for call in identified]
+            open_ids = OrderedDict.fromkeys(call["id"] for call in identified)
             message = message | {"tool_calls": identified}
         elif message["role"] == "tool":
             call_id = message.get("tool_call_id", next(iter(open_ids), f"call_{num_calls}"))
-            if call_id in open_ids:
-                open_ids.remove(call_id)
+            open_ids.pop(call_id, None)
             message = message | {"tool_call_id": call_id}
         messages.append(message)
     return chat._replace(messages=messages)
@@ -107,25 +105,23 @@ def _short_id(given: str) -> str:
 def _steps(messages: list[Message]) -> Iterator[tuple[Message, list[Message]]]:
     """Yield each message that is not a result, with the results of its calls, wherever they are.
 
-    Results without a call are yielded alone.
+    Results without a call are yielded alone. A result belongs to the latest message before it with
+    a call of its id, because some clients number the calls of each message from 0.
     """
-    positions: dict[str | None, deque[int]] = {}  # of results, by the id of the call
-    for i, message in enumerate(messages):
-        if message["role"] == "tool":
-            positions.setdefault(message.get("tool_call_id"), deque()).append(i)
+    waiting: dict[str | None, list[int]] = {}  # positions of calls without a result, by their ids
+    results: dict[int, list[Message]] = {}  # by the position of the message with the calls
     taken: set[int] = set()
     for i, message in enumerate(messages):
-        if i in taken:
-            continue
-        results = []
-        for call in message.get("tool_calls") or ():
-            waiting = positions.get(call.get("id"), deque())
-            while waiting and waiting[0] < i:
-                waiting.popleft()
-            if waiting:
-                results.append(waiting.popleft())
-        taken.update(results)
-        yield message, [messages[at] for at in sorted(results)]
+        made = message.get("tool_calls") or ()
+        waiting |= {call.get("id"): [] for call in made}
+        for call in made:
+            waiting[call.get("id")].append(i)
+        if message["role"] == "tool" and (calls := waiting.get(message.get("tool_call_id"))):
+            results.setdefault(calls.pop(), []).append(message)
+            taken.add(i)
+    for i, message in enumerate(messages):
+        if i not in taken:
+            yield message, results.get(i, [])
 
 
 def has_results_apart(chat: Chat) -> bool:
@@ -186,15 +182,13 @@ def lacks_names(chat: Chat) -> bool:
 
 
 def with_names(chat: Chat) -> Chat:
-    names = {
-        call.get("id"): call["function"]["name"]
-        for message in chat.messages
-        for call in message.get("tool_calls") or ()
-    }
+    names: dict[str, str] = {}  # by the id of the latest call
     messages = []
-    for message in chat.messages:
-        if message["role"] == "tool" and message.get("tool_call_id") in names:
-            message = {"name": names[message["tool_call_id"]]} | message
+    for message, identified in zip(chat.messages, with_ids(chat).messages, strict=True):
+        for call in identified.get("tool_calls") or ():
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and identified["tool_call_id"] in names:
+            message = {"name": names[identified["tool_call_id"]]} | message
         messages.append(message)
     return chat._replace(messages=messages)
 
@@ -258,12 +252,36 @@ def text_before_calls(chat: Chat) -> Chat:
 def text_before_result(chat: Chat) -> Chat:
     """Put the text beside calls before that of the first result."""
     messages: list[Message] = []
-    text = ""
+    beside: int | None = None  # the position of calls whose text is not before a result yet
     for message in chat.messages:
         if message.get("tool_calls") and message.get("content"):
-            text = message["content"]
-        elif message["role"] == "tool" and text:
+            beside = len(messages)
+        elif message["role"] == "tool" and beside is not None:
+            text = messages[beside]["content"]
+            messages[beside] = without(messages[beside], "content")
             message = message | {"content": f"{text}\n\n{message['content']}"}
-            text = ""
+            beside = None
         messages.append(message)
     return chat._replace(messages=messages)
+
+
+def has_text_before_calls(chat: Chat) -> bool:
+    return any(_are_text_and_calls(*pair) for pair in pairwise(chat.messages))
+
+
+def text_beside_calls(chat: Chat) -> Chat:
+    """Join an assistant's text to the assistant's next message, if that has calls."""
+    messages: list[Message] = []
+    for message in chat.messages:
+        if messages and _are_text_and_calls(messages[-1], message):
+            text = joined(messages[-1], message)["content"]
+            message = messages.pop() | without(message, "content") | {"content": text}
+            if not text:
+                del message["content"]
+        messages.append(message)
+    return chat._replace(messages=messages)
+
+
+def _are_text_and_calls(first: Message, second: Message) -> bool:
+    is_text = not first.get("tool_calls") and bool(second.get("tool_calls"))
+    return is_text and first["role"] == second["role"] == "assistant"

@@ -38,21 +38,24 @@ def systems_joined(chat: Chat) -> Chat:
 
 
 def system_in_first_user(chat: Chat) -> Chat:
-    return _system_in_user(chat, 0)
+    """Join all system messages, and put them before the text of the user who begins. Without one,
+    they are a turn of the user.
+    """
+    first, *rest = systems_joined(chat).messages
+    first = first | {"role": "user"}
+    if rest and rest[0]["role"] == "user":
+        rest[0] = rest[0] | {"content": joined(first, rest[0])["content"]}
+        return chat._replace(messages=rest)
+    return chat._replace(messages=[first, *rest])
 
 
 def system_in_last_user(chat: Chat) -> Chat:
-    return _system_in_user(chat, -1)
-
-
-def _system_in_user(chat: Chat, which: int) -> Chat:
-    """Join all system messages, and put them before the text of a user's message."""
+    """Join all system messages, and put them before the text of the last user's message."""
     first, *rest = systems_joined(chat).messages
     asked = [i for i, message in enumerate(rest) if message["role"] == "user"]
     if not asked:
         return chat._replace(messages=[first | {"role": "user"}, *rest])
-    at = asked[which]
-    rest[at] = rest[at] | {"content": joined(first, rest[at])["content"]}
+    rest[asked[-1]] = rest[asked[-1]] | {"content": joined(first, rest[asked[-1]])["content"]}
     return chat._replace(messages=rest)
 
 
@@ -100,7 +103,16 @@ def user_in_result(chat: Chat) -> Chat:
 
 
 def has_neighbors(role: str) -> Callable[[Chat], bool]:
-    return lambda chat: any(_are_plain(role, *pair) for pair in pairwise(chat.messages))
+    def occurs(chat: Chat) -> bool:
+        was_plain = False
+        for message in chat.messages:
+            is_plain = message["role"] == role and not message.get("tool_calls")
+            if is_plain and was_plain:
+                return True
+            was_plain = is_plain
+        return False
+
+    return occurs
 
 
 def users_joined(chat: Chat) -> Chat:
@@ -134,6 +146,10 @@ def _first_turn(chat: Chat) -> int:
 def assistant_begins(chat: Chat) -> bool:
     first = chat.messages[_first_turn(chat) :][:1]
     return bool(first) and first[0]["role"] == "assistant"
+
+
+def assistant_begins_without_user(chat: Chat) -> bool:
+    return assistant_begins(chat) and all(message["role"] != "user" for message in chat.messages)
 
 
 def user_begins(chat: Chat) -> Chat:

@@ -19,6 +19,7 @@ from moeserve.text.fit_calls import (
     has_parallel_calls,
     has_results_apart,
     has_text_and_thoughts_beside_calls,
+    has_text_before_calls,
     has_text_beside_calls,
     lacks_ids,
     lacks_names,
@@ -29,6 +30,7 @@ from moeserve.text.fit_calls import (
     text_as_thought,
     text_before_calls,
     text_before_result,
+    text_beside_calls,
     with_ids,
     with_names,
     with_results,
@@ -51,6 +53,7 @@ from moeserve.text.fit_tools import (
 from moeserve.text.fit_turns import (
     adjacent_systems_joined,
     assistant_begins,
+    assistant_begins_without_user,
     assistants_joined,
     ends_without_user,
     has_adjacent_systems,
@@ -225,10 +228,17 @@ SHAPES = (
         probe=[_user(1), _assistant(2), _assistant(3), _user(4)],
         convert=assistants_joined,
     ),
+    # Results in the probes of the shapes behind this one get names where they need them.
+    Shape(occurs=lacks_names, probe=STEP, convert=with_names),
     Shape(occurs=assistant_begins, probe=[_assistant(1), _user(2)], convert=user_begins),
     Shape(
         occurs=assistant_begins,
         probe=[_calls(_call(1)), _result(2, call=1), _user(3)],
+        convert=user_begins,
+    ),
+    Shape(
+        occurs=assistant_begins_without_user,
+        probe=[_calls(_call(1)), _result(2, call=1)],
         convert=user_begins,
     ),
     Shape(
@@ -281,7 +291,6 @@ SHAPES = (
         probe=[_user(1), _calls(_call(2)), _user(3)],
         convert=with_results,
     ),
-    Shape(occurs=lacks_names, probe=STEP, convert=with_names),
     Shape(
         occurs=has_parallel_calls,
         probe=[_user(1), _calls(_call(2), _call(3)), _result(4, call=2), _result(5, call=3)],
@@ -312,5 +321,17 @@ SHAPES = (
         occurs=has_text_beside_calls,
         probe=[_user(1), _calls(_call(2), content="probe3"), _result(4, call=2)],
         convert=text_before_result,
+    ),
+    Shape(
+        occurs=has_text_before_calls,
+        probe=[
+            _user(1),
+            _assistant(2),
+            _calls(_call(3)),
+            _result(4, call=3),
+            _assistant(5),
+            _user(6),
+        ],
+        convert=text_beside_calls,
     ),
 )

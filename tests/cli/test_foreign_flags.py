@@ -202,6 +202,7 @@ def test_what_is_granted_anyway_changes_nothing_and_takes_its_value_along(
         (["--no-enable-lora=x"], "--no-enable-lora takes no value"),
         (["--reasoning-parser", "none"], "thoughts are apart from the text"),
         (["-cc.a", "1", "-cc.a.b", "2"], ".a.b: a has a value already"),
+        (["-cc.a.b", "1", "-cc.a", "2"], ".a: a has parts already"),
         (["-sc.method"], "speculation by  has no counterpart"),
         (["--tp", "6", "--dp", "4", "--enable-dp-attention"], "6 ranks cannot be split into 4"),
         (["--tp", "8", "--attn-dp-size", "0"], "8 ranks cannot be split into 0 groups"),

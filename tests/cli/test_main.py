@@ -115,6 +115,7 @@ def test_an_unknown_command_gets_the_nearest(
     ("argv", "hint"),
     [
         (["serve", "--max-modl-len", "3"], "did you mean --max-model-len?"),
+        (["serve", "--served-model-name", "a", "b", "c"], "'c'; `moeserve serve --help` lists"),
         (["serve", "--max-model"], "did you mean --max-model-len?"),  # no abbreviations
         (["config", "show", "--prt=3"], "did you mean --port?"),
         (["chat", "--zzzzzzzzz"], "`moeserve chat --help` lists"),

@@ -114,6 +114,7 @@ REFUSED = [
     (MESSAGES, document({"type": "text"}), "without data"),
     (MESSAGES, document({"type": "content", "content": [{"type": "image"}]}), "of type text"),
     (MESSAGES, document({"type": "base64", "media_type": "text/plain", "data": "?"}), "base64"),
+    (MESSAGES, document({"type": "base64", "media_type": "text/plain", "data": "ä"}), "base64"),
     (MESSAGES, document({"type": "text", "data": "a"}, citations={"enabled": True}), "citations"),
     (RESPONSES, {"type": "input_file", "file_url": "https://a.example"}, "file_data"),
     (RESPONSES, {"type": "input_file", "file_id": "file-1"}, "file_data"),

@@ -330,8 +330,10 @@ async def test_markers_in_a_users_text_are_text(live, tokenizer):
         ({"t_max_predict_ms": -2}, "t_max_predict_ms"),
         ({"samplers": "kp"}, "samplers"),
         ({"samplers": ["top_k", "top_x"]}, "samplers[1]"),
+        ({"samplers": ["top_k"] * 65}, "samplers"),
         ({"response_fields": "content"}, "response_fields"),
         ({"response_fields": [1]}, "response_fields[0]"),
+        ({"response_fields": ["a/" * 200]}, "response_fields[0]"),
         ({"stop": [""]}, "stop[0]"),
         ({"n_probs": 3}, "n_probs"),
         ({"logprobs": 3}, "logprobs"),
@@ -456,3 +458,17 @@ async def test_bad_suffixes(live, change, param, code):
 async def test_without_a_suffix_a_prompt_must_not_be_empty(live):
     status, answer, _ = await live.post(COMPLETIONS, {"prompt": "", "suffix": ""})
     assert (status, answer["error"]["param"]) == (400, "prompt")
+
+
+async def test_many_prompts_encode_their_suffix_once(live, monkeypatch):
+    tokenizer = live.front.tokenizer
+    encoded = []
+    encode = tokenizer.encode_plain
+    monkeypatch.setattr(
+        tokenizer, "encode_plain", lambda text: encoded.append(text) or encode(text)
+    )
+    body = {"prompt": ["a", "b", "c"], "suffix": "the end", "max_tokens": 1}
+    status, answer, _ = await live.post(COMPLETIONS, body)
+    assert status == 200, answer
+    assert len(answer["choices"]) == 3
+    assert encoded.count("the end") == 1

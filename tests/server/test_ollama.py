@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from datetime import UTC, datetime
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.messages import Submit
-from moeserve.server.requests import HIDDEN_IMAGE
+from moeserve.server.dialects.ollama_request import OllamaChatRequest
+from moeserve.server.requests import HIDDEN_IMAGE, decode
 from tests.server.conftest import until
 from tests.server.test_tools import CALLS, CLOCK, TEMPLATE, WEATHER, answering
 
@@ -174,6 +176,22 @@ async def test_calls_have_ids_and_numbers(live):
         assert "tool_calls" not in last["message"]
 
 
+async def test_every_object_of_a_stream_is_one_line():
+    """Clients that use httpx end lines at more signs than a line feed."""
+    text = "a\u2028b\u2029c\x85d"
+    arguments = '{\n  "city":\r\n  "Köln\u2028"\n}'
+    written = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+    async with (
+        answering(f"{text}\n{written}<|im_end|>") as live,
+        ollama.AsyncClient(live.url) as it,
+    ):
+        stream = await it.chat(MODEL, [USER], tools=[WEATHER], stream=True)
+        messages = [part.message async for part in stream]
+    assert "".join(message.content or "" for message in messages).strip() == text
+    (call,) = [call for message in messages for call in message.tool_calls or ()]
+    assert call.function.arguments == {"city": "Köln\u2028"}
+
+
 SHOWS_IDS = TEMPLATE.replace(
     "{{ m.role }}\n", "{{ m.role }} {{ m.name }} {{ m.tool_call_id }}\n"
 ).replace("{{ c.function|tojson }}", "{{ c.id }}:{{ c.function|tojson }}")
@@ -194,6 +212,11 @@ def call_of(name: str, **more) -> dict:
         ),
         ([call_of("f", id="a"), call_of("g", id="b")], [{"tool_call_id": "b"}], [("g", 1)]),
         ([call_of("f"), call_of("f")], [{"tool_call_id": "x"}, {}], [("f", 0), ("f", 1)]),
+        (
+            [call_of("f", id="a"), call_of("f"), call_of("g")],
+            [{}, {"tool_call_id": "a", "tool_name": "g"}, {"tool_name": "f"}],
+            [("f", 0), ("g", 2), ("f", 1)],
+        ),
     ],
 )
 async def test_results_belong_to_calls_without_ids(calls, results, expected):
@@ -209,6 +232,19 @@ async def test_results_belong_to_calls_without_ids(calls, results, expected):
         assert len(set(ids)) == len(calls)
         heads = [turn.split("\n")[0] for turn in live.engine.prompt.split("<|im_start|>tool ")[1:]]
         assert heads == [f"{name} {ids[number]}" for name, number in expected]
+
+
+def test_the_results_of_many_calls_are_found_at_once():
+    """The event loop waits meanwhile."""
+    names = [f"f{i}" for i in range(20_000)]
+    calling = {"role": "assistant", "tool_calls": [call_of(name) for name in names]}
+    results = [{"role": "tool", "content": "", "tool_name": name} for name in reversed(names)]
+    body = {"model": MODEL, "messages": [USER, calling, *results]}
+    request = decode(body, OllamaChatRequest).request
+    started = time.perf_counter()
+    chat = request.chat(lambda name, number: f"{name}:{number}")
+    assert time.perf_counter() - started < 2
+    assert chat.messages[2].tool_call_id == "f19999:19999"
 
 
 @pytest.mark.parametrize(
@@ -364,7 +400,7 @@ async def test_options_reach_the_engine(live):
     assert sampling.frequency_penalty == -0.5
 
 
-@pytest.mark.parametrize("num_predict", [-1, -2, None])
+@pytest.mark.parametrize("num_predict", [0, -1, -2, None])
 async def test_an_answer_without_a_limit(live, num_predict):
     asked = {"options": {"num_predict": num_predict, "stop": "fox"}}
     for path, body in (
@@ -461,7 +497,6 @@ REFUSED = [
     (CHAT, {"options": {"temperature": "hot"}}, "options.temperature must be"),
     (CHAT, {"options": {"temperature": 3}}, "options.temperature must be"),
     (CHAT, {"options": {"num_ctx": "big"}}, "options.num_ctx must be"),
-    (CHAT, {"options": {"num_predict": 0}}, "options.num_predict must be at least 1"),
     (CHAT, {"options": {"num_predict": -3}}, "options.num_predict must be"),
     (CHAT, {"options": {"stop": ["a" * 1000] * 5}}, "options.stop has 5,000 characters"),
     (CHAT, {"options": {"mirostat": 2}}, "options.mirostat: this way of sampling"),

@@ -231,6 +231,20 @@ def test_a_huge_text_is_cut_before_it_is_encoded():
     assert len(prompt.token_ids) == 103
 
 
+def test_a_file_with_a_huge_name_is_not_encoded(monkeypatch):
+    tokenizer = make_tokenizer(QWEN)
+    lengths = []
+    encode = tokenizer.encode_plain
+    monkeypatch.setattr(
+        tokenizer, "encode_plain", lambda text: lengths.append(len(text)) or encode(text)
+    )
+    chunks = [ContextChunk("a" * 10**6, "A"), CHUNKS[0]]
+    prompt = infill_prompt(tokenizer, "x", "y", chunks, max_tokens=1000)
+    assert prompt.truncated
+    assert "a.py" in text_of(tokenizer, prompt.token_ids)
+    assert max(lengths) < 100
+
+
 def test_mellum_has_the_tokens_of_starcoder_in_another_order(tmp_path):
     added, form = FORMATS["starcoder"]
     backend = make_tokenizer(added).backend

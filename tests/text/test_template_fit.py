@@ -100,6 +100,9 @@ TEMPLATES = {
     ),
     "ids": template(calls=CALLS.replace("<call>", "{{ '<call>' + c.id }}")),
     "results have names": refusing("m.role == 'tool' and not m.name"),
+    "shows names, and needs them": template(
+        content="{% if m.role == 'tool' %}{{ m.name + ': ' }}{% endif %}{{ m.content }}"
+    ),
     "results follow calls": refusing(
         "m.role == 'tool' and (loop.first or messages[loop.index0 - 1].role != 'tool'"
         " and not messages[loop.index0 - 1].tool_calls)"
@@ -156,6 +159,8 @@ SYSTEM = {"role": "system", "content": "rules"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 OTHER = {"id": "c2", "type": "function", "function": {"name": "g", "arguments": {}}}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "done"}
+OTHER_RESULT = {"role": "tool", "tool_call_id": "c2", "content": "gone"}
+ANSWER = {"role": "assistant", "content": "It is."}
 
 
 def calling(*calls, **fields):
@@ -199,6 +204,47 @@ def calling(*calls, **fields):
             [USER, calling(CALL), RESULT],
             '<user>ask<end><assistant><tool_call>\n{"name": "f", "arguments": {"a": 1}}\n'
             "</tool_call><end><user><tool_response>\ndone\n</tool_response><end>",
+        ),
+        (
+            "no system",
+            [SYSTEM, {"role": "assistant", "content": "hello"}, USER],
+            "<user>rules<end><assistant>hello<end><user>ask<end>",
+        ),
+        (
+            "needs a user",
+            [SYSTEM, calling(CALL), RESULT],
+            f'<system>rules<end><user>{START}<end><assistant><call>f{{"a": 1}}<end><tool>done<end>',
+        ),
+        (
+            "alternates",
+            [USER, {"role": "assistant", "content": "I look."}, calling(CALL), RESULT, ANSWER],
+            '<user>ask<end><assistant>I look.<call>f{"a": 1}<end><tool>done<end>'
+            "<assistant>It is.<end>",
+        ),
+        (
+            "alternates, and shows text or calls",
+            [
+                USER,
+                {"role": "assistant", "content": "I look."},
+                calling(CALL, content="Wait."),
+                RESULT,
+                ANSWER,
+            ],
+            '<user>ask<end><assistant><call>f{"a": 1}<end>'
+            "<tool>I look.\n\nWait.\n\ndone<end><assistant>It is.<end>",
+        ),
+        (
+            "shows names, and needs them",
+            [USER, calling(CALL), RESULT, calling(OTHER | {"id": "c1"}), RESULT],
+            '<user>ask<end><assistant><call>f{"a": 1}<end><tool>f: done<end>'
+            "<assistant><call>g{}<end><tool>g: done<end>",
+        ),
+        (
+            "one call",
+            [USER, calling(CALL, OTHER), RESULT, calling(CALL, OTHER), RESULT, OTHER_RESULT],
+            '<user>ask<end><assistant><call>f{"a": 1}<end><tool>done<end><assistant><call>g{}<end>'
+            '<assistant><call>f{"a": 1}<end><tool>done<end><assistant><call>g{}<end>'
+            "<tool>gone<end>",
         ),
     ],
 )

@@ -150,15 +150,17 @@ async def encode_prompts(
         num_chars = max(map(len, texts), default=0) + len(suffix)
         check_chars(num_chars, tokenizer, ready.max_model_len, "prompt")
     if suffix and tokenizer is not None:
-        return await asyncio.to_thread(
-            lambda: [
-                fill_in_middle_prompt(tokenizer, prompt, suffix, special=special)
-                for prompt in inputs
-            ]
-        )
+        return await asyncio.to_thread(_gap_prompts, tokenizer, inputs, suffix, special=special)
     if not texts:
         return [prompt for prompt in inputs if isinstance(prompt, list)]
     return await front.encode_all(texts, special=special)
+
+
+def _gap_prompts(
+    tokenizer: Tokenizer, inputs: list[Prompt], suffix: str, *, special: bool
+) -> list[list[int]]:
+    after = tokenizer.encode_plain(suffix)  # once: a thousand prompts may share a long suffix
+    return [fill_in_middle_prompt(tokenizer, prompt, after, special=special) for prompt in inputs]
 
 
 def _text(front: FrontEnd, prompt: Prompt) -> str:

@@ -13,6 +13,7 @@ from moeserve.text.fill_in_middle import ContextChunk
 from moeserve.text.line_limits import LineLimits
 
 MAX_CHUNKS = 4096
+MAX_SAMPLERS = 64
 DEFAULT_FILE_NAME = "tmp"  # as in llama.cpp
 # llama.cpp's sampler `infill` keeps the tokens that are likely enough, mostly one or two. Tokens
 # with less than this part of the highest probability are dropped in its place.
@@ -34,6 +35,7 @@ _OFF_SAMPLERS = ("dry", "xtc", "typ_p", "typical_p", "top_n_sigma", "adaptive_p"
 _NO_SAMPLER = "this sampler is not supported"
 _LOGPROBS = "/infill has no probabilities; use /v1/completions with suffix and logprobs"
 _GRAMMAR = "use structured_outputs, as in /v1/completions"
+FieldPath = Annotated[str, Meta(max_length=256)]
 
 
 class Chunk(Struct, kw_only=True):
@@ -84,12 +86,13 @@ class InfillRequest(Sampling, kw_only=True):
     # The answer ends after the first line break that comes so long after its first token
     t_max_predict_ms: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     t_max_prompt_ms: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
-    samplers: list[str] | None = None  # parameters of other samplers have no effect
+    # Parameters of other samplers have no effect.
+    samplers: Annotated[list[str], Meta(max_length=MAX_SAMPLERS)] | None = None
     cache_prompt: bool | None = None
     id_slot: int | None = None
     return_tokens: bool | None = None  # give the ids of the answer in `tokens`
     # The fields of the answer, for example "content" or "timings/prompt_n"
-    response_fields: Annotated[list[str], Meta(max_length=256)] | None = None
+    response_fields: Annotated[list[FieldPath], Meta(max_length=256)] | None = None
 
     @staticmethod
     def unknown_inside(raw: dict[str, Any]) -> list[str]:

@@ -18,6 +18,8 @@ from moeserve.server.writer import EventWriter, encode
 from moeserve.text.answer_format import Part
 
 NDJSON = "application/x-ndjson"
+# Signs in JSON texts at which some clients (httpx) end a line, too
+_LINE_ENDS = {sign.encode(): rb"\u%04x" % ord(sign) for sign in "\x85\u2028\u2029"}
 
 
 class CalledFunction(Struct, kw_only=True):
@@ -114,7 +116,7 @@ class OllamaWriter(EventWriter):
     def emit(self, event: OllamaAnswer) -> None:
         if self._is_stream:
             self._take_logprobs(event)
-            self._frames += encode(event) + b"\n"
+            self._frames += _line(encode(event))
 
     def _take_logprobs(self, answer: OllamaAnswer) -> None:
         if self._unsent_logprobs:
@@ -184,11 +186,11 @@ class OllamaWriter(EventWriter):
         return answer
 
     def failure(self, error: RequestError, request_id: str) -> bytes:
-        return self.emitted() + error_body(error, request_id, shape="ollama") + b"\n"
+        return self.emitted() + _line(error_body(error, request_id, shape="ollama"))
 
     def ping(self) -> bytes:
         # Ollama's clients parse every line, so an empty one would end them.
-        return encode(self.answer()) + b"\n"
+        return _line(encode(self.answer()))
 
     def _with_counts(self, answer: OllamaAnswer) -> OllamaAnswer:
         (sequence,) = self.chat.running.generations[0].sequences
@@ -248,6 +250,14 @@ class OllamaGenerateWriter(OllamaWriter):
             (sequence,) = self.chat.running.generations[0].sequences
             answer.context = [*self.chat.prompt, *sequence.tokens]
         return super()._with_counts(answer)
+
+
+def _line(json: bytes) -> bytes:
+    """Return JSON on a line. The arguments of a call may have line breaks between their values."""
+    json = json.replace(b"\n", b" ").replace(b"\r", b" ")
+    for sign, escaped in _LINE_ENDS.items():
+        json = json.replace(sign, escaped)
+    return json + b"\n"
 
 
 def _nanoseconds(start_s: float, end_s: float) -> int:

@@ -1,6 +1,7 @@
 """The bodies of POST /api/chat and /api/generate, and their conversion to a chat."""
 
 import re
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -65,7 +66,8 @@ class Options(Struct, kw_only=True):
     frequency_penalty: sampling.Penalty | None = None
     # The tokens that penalties count: -1 for all, 0 for none. Other numbers are not supported.
     repeat_last_n: Annotated[int, Meta(ge=-1)] | None = None
-    num_predict: Annotated[int, Meta(ge=-2)] | None = None  # -1, -2: up to the end of the context
+    # 0, -1, -2: up to the end of the context
+    num_predict: Annotated[int, Meta(ge=-2)] | None = None
     # Without effect: the model is loaded already, and every request has its whole context.
     num_ctx: int | None = None
     num_keep: int | None = None
@@ -184,7 +186,7 @@ class OllamaRequest(Sampling, kw_only=True):
     def max_tokens(self) -> int | None:
         """The tokens of the answer at most; -1, None: up to the end of the context."""
         given = None if self.options is None else self.options.num_predict
-        return given if given is None else max(given, -1)
+        return -1 if given in (0, -2) else given
 
     def shared(self) -> dict[str, Any]:
         """Return the fields of `Sampling`. Raises InvalidRequest."""
@@ -326,8 +328,11 @@ class _CallIds:
 
     def __init__(self, call_id: CallId) -> None:
         self._call_id = call_id
-        self._num_calls = 0
-        self._waiting: list[tuple[str, str]] = []  # (name, id) of calls without a result
+        self._calls: list[tuple[str, str]] = []  # (name, id)
+        self._answered: set[int] = set()  # numbers of the calls that have a result
+        # The numbers of calls in order; the name "" stands for any name
+        self._by_id: defaultdict[str, deque[int]] = defaultdict(deque)
+        self._by_name: defaultdict[str, deque[int]] = defaultdict(deque)
 
     def of_call(self, call: dict[str, Any]) -> str | None:
         """Return the id of the next call. Malformed calls, which are refused later, get none."""
@@ -336,18 +341,23 @@ class _CallIds:
         given = call.get("id")
         if not isinstance(name, str):
             return None
-        id = given if isinstance(given, str) and given else self._call_id(name, self._num_calls)
-        self._num_calls += 1
-        self._waiting.append((name, id))
+        number = len(self._calls)
+        id = given if isinstance(given, str) and given else self._call_id(name, number)
+        self._calls.append((name, id))
+        for numbers in (self._by_id[id], self._by_name[name], self._by_name[""]):
+            numbers.append(number)
         return id
 
     def of_result(self, message: OllamaMessage) -> tuple[str | None, str | None]:
         """Return the tool's name and the id of the call whose result this is."""
-        by_id = [call for call in self._waiting if call[1] == message.tool_call_id]
-        by_name = [call for call in self._waiting if message.tool_name in (None, "", call[0])]
-        for call in (*by_id, *by_name):
-            self._waiting.remove(call)
-            return call
+        by_id = self._by_id[message.tool_call_id or ""]
+        by_name = self._by_name[message.tool_name or ""]
+        for numbers in (by_id, by_name):
+            while numbers:
+                number = numbers.popleft()
+                if number not in self._answered:
+                    self._answered.add(number)
+                    return self._calls[number]
         return message.tool_name, message.tool_call_id
 
 
