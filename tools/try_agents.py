@@ -26,7 +26,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -254,11 +254,12 @@ class Recorder:
             }
             response = web.StreamResponse(status=answer.status, headers=passed)
             await response.prepare(request)
-            async for piece in answer.content.iter_any():
-                if exchange is not None:
-                    exchange.answer += piece.decode("utf-8", "replace")
-                await response.write(piece)
-            await response.write_eof()
+            with suppress(ConnectionResetError):  # some agents leave in the middle of an answer
+                async for piece in answer.content.iter_any():
+                    if exchange is not None:
+                        exchange.answer += piece.decode("utf-8", "replace")
+                    await response.write(piece)
+                await response.write_eof()
             return response
 
     async def _cache(self) -> tuple[int, int]:
