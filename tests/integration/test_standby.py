@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -111,8 +112,11 @@ def change(server: Server, what: str, body: object = None) -> dict[str, Any]:
     data = b"" if body is None else json.dumps(body).encode()
     headers = {"X-Api-Key": "root", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{server.url}/v1/admin/{what}", data, headers, method="POST")
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return dict(json.load(answer))
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return dict(json.load(answer))
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{what}: {error.code} {error.read().decode()}") from error
 
 
 def experts(server: Server) -> dict[str, Any]:
