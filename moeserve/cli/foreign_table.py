@@ -45,7 +45,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     refused: dict[str, str]
 
 
-class _Entry(NamedTuple):
+class _FlagMeaning(NamedTuple):
     flag: str  # a name, or a shell pattern of names
     value: str  # a shell pattern of values; "": any
     meaning: Meaning
@@ -61,7 +61,7 @@ class Table:
 
     flags: Mapping[str, ForeignFlag]  # by name and negation
     values: Mapping[str, str]  # "setting=value" as given to other servers: the value here
-    entries: Sequence[_Entry]
+    entries: Sequence[_FlagMeaning]
 
     def full_name(self, word: str) -> str:
         """Return the flag of which `word` is an abbreviation, as vLLM and SGLang have them.
@@ -128,7 +128,7 @@ class Table:
             return Meaning("granted", "it is the default")
         return Meaning("no_effect", meaning.text)
 
-    def _named(self, names: Sequence[str]) -> Iterator[_Entry]:
+    def _named(self, names: Sequence[str]) -> Iterator[_FlagMeaning]:
         return (entry for entry in self.entries if entry.flag in names)
 
 
@@ -170,9 +170,9 @@ def _flag(server: str, line: str) -> ForeignFlag:
     return ForeignFlag(server, tuple(words[:slash]), tuple(words[slash + 1 :]), _ARITIES[value])
 
 
-def _entry(word: str, meaning: Meaning) -> _Entry:
+def _entry(word: str, meaning: Meaning) -> _FlagMeaning:
     flag, _, value = word.partition("=")
-    return _Entry(flag, value, meaning)
+    return _FlagMeaning(flag, value, meaning)
 
 
 def _read(name: str) -> bytes:

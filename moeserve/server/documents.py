@@ -30,7 +30,7 @@ class _Citations(Struct):
     enabled: bool = False
 
 
-class Document(Struct, kw_only=True, dict=True):
+class DocumentBlock(Struct, kw_only=True, dict=True):
     """Anthropic's block of a document."""
 
     source: _Source
@@ -48,7 +48,7 @@ class Document(Struct, kw_only=True, dict=True):
         return _headed("document", self.title, self.context, _source_text(self.source))
 
 
-class SearchResult(Struct, kw_only=True, dict=True):
+class SearchResultBlock(Struct, kw_only=True, dict=True):
     """Anthropic's block of a search result."""
 
     source: str

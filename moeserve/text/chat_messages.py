@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 Message = dict[str, Any]
 
 
-class Chat(NamedTuple):
+class TemplateInput(NamedTuple):
     """What a template renders."""
 
     messages: list[Message]

@@ -20,7 +20,7 @@ import msgspec
 
 from moeserve.errors import CheckpointError, ConfigError, InvalidRequest
 from moeserve.loader.documents import read_optional_json
-from moeserve.text.chat_messages import Chat
+from moeserve.text.chat_messages import TemplateInput
 from moeserve.text.sandbox_pool import SandboxPool
 from moeserve.text.sandbox_process import SandboxDied, SandboxProcess
 from moeserve.text.template_fit import TemplateFit
@@ -211,7 +211,7 @@ class ChatTemplate:
         extra = dict(kwargs or {})
         now = _clock(extra.pop(_CLOCK_NAME, None))
         _check_kwargs(extra)
-        chat = Chat(shielded, _shield_all(tools, shield))
+        chat = TemplateInput(shielded, _shield_all(tools, shield))
         chat = self._fit.fit(chat, partial(self._render_probe, sandbox, tokenizer))
         if continue_final_message:
             if messages[-1].get("content") is None or not chat.messages[-1].get("content"):
@@ -263,7 +263,7 @@ class ChatTemplate:
         return {"thinking": reasoning} | copy | {"reasoning_content": reasoning}
 
     def _render_probe(
-        self, sandbox: SandboxProcess, tokenizer: Tokenizer, chat: Chat
+        self, sandbox: SandboxProcess, tokenizer: Tokenizer, chat: TemplateInput
     ) -> str | None:
         """Return the prompt of a probe; None if the template fails.
 
@@ -277,7 +277,7 @@ class ChatTemplate:
             raise InvalidRequest(f"the model's chat template exceeds its limits: {text[:200]}")
         return text if outcome == "text" else None
 
-    def _variables(self, chat: Chat, now: datetime) -> dict[str, Any]:
+    def _variables(self, chat: TemplateInput, now: datetime) -> dict[str, Any]:
         """Return the variables of a conversation."""
         variables: dict[str, Any] = {"messages": chat.messages, "tools": chat.tools}
         if "functions" in self._names:  # a name of 2024, for JSON text

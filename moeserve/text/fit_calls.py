@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from hashlib import sha256
 from itertools import groupby, pairwise
 
-from moeserve.text.chat_messages import Chat, Message, as_json, joined, without
+from moeserve.text.chat_messages import Message, TemplateInput, as_json, joined, without
 
 _ID_LETTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # of the ids that Mistral's templates accept
@@ -19,15 +19,15 @@ To call a function, write its name and its arguments as JSON, like this:
 </tool_call>"""
 
 
-def has_calls(chat: Chat) -> bool:
+def has_calls(chat: TemplateInput) -> bool:
     return any(message.get("tool_calls") or message["role"] == "tool" for message in chat.messages)
 
 
-def has_calls_or_listing(chat: Chat) -> bool:
+def has_calls_or_listing(chat: TemplateInput) -> bool:
     return bool(chat.listing) or has_calls(chat)
 
 
-def calls_as_text(chat: Chat) -> Chat:
+def calls_as_text(chat: TemplateInput) -> TemplateInput:
     """Write calls and results as text, and tell the model how to write calls."""
     messages: list[Message] = []
     for are_results, group in groupby(chat.messages, lambda message: message["role"] == "tool"):
@@ -50,7 +50,7 @@ def _with_text_calls(message: Message, listing: str) -> Message:
     return message
 
 
-def lacks_ids(chat: Chat) -> bool:
+def lacks_ids(chat: TemplateInput) -> bool:
     return any(
         "id" not in call for message in chat.messages for call in message.get("tool_calls") or ()
     ) or any(
@@ -58,7 +58,7 @@ def lacks_ids(chat: Chat) -> bool:
     )
 
 
-def with_ids(chat: Chat) -> Chat:
+def with_ids(chat: TemplateInput) -> TemplateInput:
     """Number calls without an id, and give results without an id those of the calls, in order."""
     messages = []
     open_ids: OrderedDict[str, None] = OrderedDict()  # of calls without a result
@@ -79,7 +79,7 @@ def with_ids(chat: Chat) -> Chat:
     return chat._replace(messages=messages)
 
 
-def with_short_ids(chat: Chat) -> Chat:
+def with_short_ids(chat: TemplateInput) -> TemplateInput:
     messages = []
     for message in chat.messages:
         if made := message.get("tool_calls"):
@@ -124,23 +124,23 @@ def _steps(messages: list[Message]) -> Iterator[tuple[Message, list[Message]]]:
             yield message, results.get(i, [])
 
 
-def has_results_apart(chat: Chat) -> bool:
+def has_results_apart(chat: TemplateInput) -> bool:
     return any(
         message["role"] == "tool" and before["role"] not in ("tool", "assistant")
         for before, message in pairwise(chat.messages)
     )
 
 
-def results_behind_calls(chat: Chat) -> Chat:
+def results_behind_calls(chat: TemplateInput) -> TemplateInput:
     moved = [message for step, results in _steps(chat.messages) for message in (step, *results)]
     return chat._replace(messages=moved)
 
 
-def has_orphans(chat: Chat) -> bool:
+def has_orphans(chat: TemplateInput) -> bool:
     return any(step["role"] == "tool" for step, _ in _steps(chat.messages))
 
 
-def orphans_as_users(chat: Chat) -> Chat:
+def orphans_as_users(chat: TemplateInput) -> TemplateInput:
     orphans = {id(step) for step, _ in _steps(chat.messages) if step["role"] == "tool"}
     messages = [
         {"role": "user", "content": message["content"]} if id(message) in orphans else message
@@ -149,14 +149,14 @@ def orphans_as_users(chat: Chat) -> Chat:
     return chat._replace(messages=messages)
 
 
-def lacks_results(chat: Chat) -> bool:
+def lacks_results(chat: TemplateInput) -> bool:
     return any(
         len(results) < len(step.get("tool_calls") or ()) and step is not chat.messages[-1]
         for step, results in _steps(chat.messages)
     )
 
 
-def with_results(chat: Chat) -> Chat:
+def with_results(chat: TemplateInput) -> TemplateInput:
     """Add an empty result for each call without one, unless the conversation ends there."""
     messages: list[Message] = []
     missing: list[Message] = []
@@ -177,11 +177,11 @@ def with_results(chat: Chat) -> Chat:
     return chat._replace(messages=messages)
 
 
-def lacks_names(chat: Chat) -> bool:
+def lacks_names(chat: TemplateInput) -> bool:
     return any(message["role"] == "tool" and not message.get("name") for message in chat.messages)
 
 
-def with_names(chat: Chat) -> Chat:
+def with_names(chat: TemplateInput) -> TemplateInput:
     names: dict[str, str] = {}  # by the id of the latest call
     messages = []
     for message, identified in zip(chat.messages, with_ids(chat).messages, strict=True):
@@ -193,11 +193,11 @@ def with_names(chat: Chat) -> Chat:
     return chat._replace(messages=messages)
 
 
-def has_parallel_calls(chat: Chat) -> bool:
+def has_parallel_calls(chat: TemplateInput) -> bool:
     return any(len(message.get("tool_calls") or ()) > 1 for message in chat.messages)
 
 
-def one_call_at_a_time(chat: Chat) -> Chat:
+def one_call_at_a_time(chat: TemplateInput) -> TemplateInput:
     """Make a message of each call, followed by its result. The first one keeps other fields."""
     messages: list[Message] = []
     for step, results in _steps(chat.messages):
@@ -216,14 +216,14 @@ def one_call_at_a_time(chat: Chat) -> Chat:
     return chat._replace(messages=messages)
 
 
-def has_text_and_thoughts_beside_calls(chat: Chat) -> bool:
+def has_text_and_thoughts_beside_calls(chat: TemplateInput) -> bool:
     return any(
         message.get("tool_calls") and message.get("content") and message.get("thinking")
         for message in chat.messages
     )
 
 
-def text_as_thought(chat: Chat) -> Chat:
+def text_as_thought(chat: TemplateInput) -> TemplateInput:
     messages = []
     for message in chat.messages:
         if message.get("tool_calls") and message.get("content") and message.get("thinking"):
@@ -234,11 +234,11 @@ def text_as_thought(chat: Chat) -> Chat:
     return chat._replace(messages=messages)
 
 
-def has_text_beside_calls(chat: Chat) -> bool:
+def has_text_beside_calls(chat: TemplateInput) -> bool:
     return any(message.get("tool_calls") and message.get("content") for message in chat.messages)
 
 
-def text_before_calls(chat: Chat) -> Chat:
+def text_before_calls(chat: TemplateInput) -> TemplateInput:
     """Make an own message of the text beside calls. Thoughts stay with the calls."""
     messages = []
     for message in chat.messages:
@@ -249,7 +249,7 @@ def text_before_calls(chat: Chat) -> Chat:
     return chat._replace(messages=messages)
 
 
-def text_before_result(chat: Chat) -> Chat:
+def text_before_result(chat: TemplateInput) -> TemplateInput:
     """Put the text beside calls before that of the first result."""
     messages: list[Message] = []
     beside: int | None = None  # the position of calls whose text is not before a result yet
@@ -265,11 +265,11 @@ def text_before_result(chat: Chat) -> Chat:
     return chat._replace(messages=messages)
 
 
-def has_text_before_calls(chat: Chat) -> bool:
+def has_text_before_calls(chat: TemplateInput) -> bool:
     return any(_are_text_and_calls(*pair) for pair in pairwise(chat.messages))
 
 
-def text_beside_calls(chat: Chat) -> Chat:
+def text_beside_calls(chat: TemplateInput) -> TemplateInput:
     """Join an assistant's text to the assistant's next message, if that has calls."""
     messages: list[Message] = []
     for message in chat.messages:

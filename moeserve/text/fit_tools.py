@@ -3,64 +3,64 @@
 from collections.abc import Callable
 from typing import Any
 
-from moeserve.text.chat_messages import Chat, as_json, joined
+from moeserve.text.chat_messages import TemplateInput, as_json, joined
 
 _PLAIN_TYPES = ("string", "integer", "number", "boolean", "array", "object")
 Schema = dict[str, Any]
 
 
-def lacks_description(chat: Chat) -> bool:
+def lacks_description(chat: TemplateInput) -> bool:
     return any(not function.get("description") for function in _functions(chat))
 
 
-def with_descriptions(chat: Chat) -> Chat:
+def with_descriptions(chat: TemplateInput) -> TemplateInput:
     return _with_each_function(
         chat, lambda function: function | {"description": function.get("description") or ""}
     )
 
 
-def lacks_parameters(chat: Chat) -> bool:
+def lacks_parameters(chat: TemplateInput) -> bool:
     return any(not function.get("parameters") for function in _functions(chat))
 
 
-def with_parameters(chat: Chat) -> Chat:
+def with_parameters(chat: TemplateInput) -> TemplateInput:
     none = {"type": "object", "properties": {}}
     return _with_each_function(
         chat, lambda function: function | {"parameters": function.get("parameters") or none}
     )
 
 
-def lacks_properties(chat: Chat) -> bool:
+def lacks_properties(chat: TemplateInput) -> bool:
     return any("properties" not in _parameters(function) for function in _functions(chat))
 
 
-def with_properties(chat: Chat) -> Chat:
+def with_properties(chat: TemplateInput) -> TemplateInput:
     return _with_each_function(
         chat, lambda function: function | {"parameters": {"properties": {}} | _parameters(function)}
     )
 
 
-def lacks_property_description(chat: Chat) -> bool:
+def lacks_property_description(chat: TemplateInput) -> bool:
     return any("description" not in schema for schema in _all_properties(chat))
 
 
-def with_property_descriptions(chat: Chat) -> Chat:
+def with_property_descriptions(chat: TemplateInput) -> TemplateInput:
     return _with_each_property(chat, lambda schema: {"description": ""} | schema)
 
 
-def has_odd_type(chat: Chat) -> bool:
+def has_odd_type(chat: TemplateInput) -> bool:
     return any(schema != _with_plain_type(schema) for schema in _all_properties(chat))
 
 
-def with_plain_types(chat: Chat) -> Chat:
+def with_plain_types(chat: TemplateInput) -> TemplateInput:
     return _with_each_property(chat, _with_plain_type)
 
 
-def has_tools(chat: Chat) -> bool:
+def has_tools(chat: TemplateInput) -> bool:
     return bool(chat.tools)
 
 
-def tools_in_system_message(chat: Chat) -> Chat:
+def tools_in_system_message(chat: TemplateInput) -> TemplateInput:
     """Write the tools into the system message, for a template that does not render them."""
     lines = "\n".join(as_json(tool.get("function", tool)) for tool in chat.tools or ())
     listing = f"# Tools\n\nYou can call these functions:\n<tools>\n{lines}\n</tools>"
@@ -69,16 +69,16 @@ def tools_in_system_message(chat: Chat) -> Chat:
     if rest and rest[0]["role"] == "system":
         message = joined(rest[0], message)
         rest = rest[1:]
-    return Chat([message, *rest], None, listing)
+    return TemplateInput([message, *rest], None, listing)
 
 
-def _functions(chat: Chat) -> list[Schema]:
+def _functions(chat: TemplateInput) -> list[Schema]:
     """Return the functions of the tools. Python callers may give tools of another form."""
     functions = [tool.get("function") for tool in chat.tools or ()]
     return [function for function in functions if isinstance(function, dict)]
 
 
-def _with_each_function(chat: Chat, change: Callable[[Schema], Schema]) -> Chat:
+def _with_each_function(chat: TemplateInput, change: Callable[[Schema], Schema]) -> TemplateInput:
     tools = [
         tool | {"function": change(tool["function"])}
         if isinstance(tool.get("function"), dict)
@@ -100,11 +100,11 @@ def _properties(function: Schema) -> dict[str, Schema]:
     return {name: schema for name, schema in schemas if isinstance(schema, dict)}
 
 
-def _all_properties(chat: Chat) -> list[Schema]:
+def _all_properties(chat: TemplateInput) -> list[Schema]:
     return [schema for function in _functions(chat) for schema in _properties(function).values()]
 
 
-def _with_each_property(chat: Chat, change: Callable[[Schema], Schema]) -> Chat:
+def _with_each_property(chat: TemplateInput, change: Callable[[Schema], Schema]) -> TemplateInput:
     def changed(function: Schema) -> Schema:
         properties = {name: change(schema) for name, schema in _properties(function).items()}
         if not properties:

@@ -3,31 +3,31 @@
 from collections.abc import Callable
 from itertools import pairwise
 
-from moeserve.text.chat_messages import Chat, Message, joined
+from moeserve.text.chat_messages import Message, TemplateInput, joined
 
 # The user's turn before a conversation that the assistant begins, for templates that need one
 START = "(start of the conversation)"
 
 
-def has_system(chat: Chat) -> bool:
+def has_system(chat: TemplateInput) -> bool:
     return any(message["role"] == "system" for message in chat.messages)
 
 
-def has_adjacent_systems(chat: Chat) -> bool:
+def has_adjacent_systems(chat: TemplateInput) -> bool:
     return any(
         before["role"] == message["role"] == "system" for before, message in pairwise(chat.messages)
     )
 
 
-def has_late_system(chat: Chat) -> bool:
+def has_late_system(chat: TemplateInput) -> bool:
     return any(message["role"] == "system" for message in chat.messages[1:])
 
 
-def adjacent_systems_joined(chat: Chat) -> Chat:
+def adjacent_systems_joined(chat: TemplateInput) -> TemplateInput:
     return _neighbors_joined(chat, "system")
 
 
-def systems_joined(chat: Chat) -> Chat:
+def systems_joined(chat: TemplateInput) -> TemplateInput:
     """Join all system messages to the first message: the rules of agents must reach the model."""
     systems = [message for message in chat.messages if message["role"] == "system"]
     rest = [message for message in chat.messages if message["role"] != "system"]
@@ -37,7 +37,7 @@ def systems_joined(chat: Chat) -> Chat:
     return chat._replace(messages=[first, *rest])
 
 
-def system_in_first_user(chat: Chat) -> Chat:
+def system_in_first_user(chat: TemplateInput) -> TemplateInput:
     """Join all system messages, and put them before the text of the user who begins. Without one,
     they are a turn of the user.
     """
@@ -49,7 +49,7 @@ def system_in_first_user(chat: Chat) -> Chat:
     return chat._replace(messages=[first, *rest])
 
 
-def system_in_last_user(chat: Chat) -> Chat:
+def system_in_last_user(chat: TemplateInput) -> TemplateInput:
     """Join all system messages, and put them before the text of the last user's message."""
     first, *rest = systems_joined(chat).messages
     asked = [i for i, message in enumerate(rest) if message["role"] == "user"]
@@ -59,18 +59,18 @@ def system_in_last_user(chat: Chat) -> Chat:
     return chat._replace(messages=rest)
 
 
-def ends_without_user(chat: Chat) -> bool:
+def ends_without_user(chat: TemplateInput) -> bool:
     return has_system(chat) and chat.messages[-1]["role"] != "user"
 
 
-def lacks_user(chat: Chat) -> bool:
+def lacks_user(chat: TemplateInput) -> bool:
     return all(message["role"] == "system" for message in chat.messages)
 
 
 # ---- The order of turns
 
 
-def has_empty_answer(chat: Chat) -> bool:
+def has_empty_answer(chat: TemplateInput) -> bool:
     return any(map(_is_empty_answer, chat.messages))
 
 
@@ -80,19 +80,19 @@ def _is_empty_answer(message: Message) -> bool:
     )
 
 
-def without_empty_answers(chat: Chat) -> Chat:
+def without_empty_answers(chat: TemplateInput) -> TemplateInput:
     kept = [message for message in chat.messages if not _is_empty_answer(message)]
     return chat._replace(messages=kept)
 
 
-def has_user_after_result(chat: Chat) -> bool:
+def has_user_after_result(chat: TemplateInput) -> bool:
     return any(
         before["role"] == "tool" and message["role"] == "user"
         for before, message in pairwise(chat.messages)
     )
 
 
-def user_in_result(chat: Chat) -> Chat:
+def user_in_result(chat: TemplateInput) -> TemplateInput:
     messages: list[Message] = []
     for message in chat.messages:
         if message["role"] == "user" and messages and messages[-1]["role"] == "tool":
@@ -102,8 +102,8 @@ def user_in_result(chat: Chat) -> Chat:
     return chat._replace(messages=messages)
 
 
-def has_neighbors(role: str) -> Callable[[Chat], bool]:
-    def occurs(chat: Chat) -> bool:
+def has_neighbors(role: str) -> Callable[[TemplateInput], bool]:
+    def occurs(chat: TemplateInput) -> bool:
         was_plain = False
         for message in chat.messages:
             is_plain = message["role"] == role and not message.get("tool_calls")
@@ -115,15 +115,15 @@ def has_neighbors(role: str) -> Callable[[Chat], bool]:
     return occurs
 
 
-def users_joined(chat: Chat) -> Chat:
+def users_joined(chat: TemplateInput) -> TemplateInput:
     return _neighbors_joined(chat, "user")
 
 
-def assistants_joined(chat: Chat) -> Chat:
+def assistants_joined(chat: TemplateInput) -> TemplateInput:
     return _neighbors_joined(chat, "assistant")
 
 
-def _neighbors_joined(chat: Chat, role: str) -> Chat:
+def _neighbors_joined(chat: TemplateInput, role: str) -> TemplateInput:
     messages: list[Message] = []
     for message in chat.messages:
         if messages and _are_plain(role, messages[-1], message):
@@ -137,22 +137,22 @@ def _are_plain(role: str, *messages: Message) -> bool:
     return all(message["role"] == role and not message.get("tool_calls") for message in messages)
 
 
-def _first_turn(chat: Chat) -> int:
+def _first_turn(chat: TemplateInput) -> int:
     """Return the index of the first message that is not a system's."""
     turns = (i for i, message in enumerate(chat.messages) if message["role"] != "system")
     return next(turns, len(chat.messages))
 
 
-def assistant_begins(chat: Chat) -> bool:
+def assistant_begins(chat: TemplateInput) -> bool:
     first = chat.messages[_first_turn(chat) :][:1]
     return bool(first) and first[0]["role"] == "assistant"
 
 
-def assistant_begins_without_user(chat: Chat) -> bool:
+def assistant_begins_without_user(chat: TemplateInput) -> bool:
     return assistant_begins(chat) and all(message["role"] != "user" for message in chat.messages)
 
 
-def user_begins(chat: Chat) -> Chat:
+def user_begins(chat: TemplateInput) -> TemplateInput:
     messages = list(chat.messages)
     messages.insert(_first_turn(chat), {"role": "user", "content": START})
     return chat._replace(messages=messages)

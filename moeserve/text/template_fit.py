@@ -11,17 +11,17 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from moeserve.text.chat_messages import Chat, Message
+from moeserve.text.chat_messages import Message, TemplateInput
 from moeserve.text.template_shapes import (
     PROBE_TOOLS,
     SHAPES,
     STEP,
     TOOL_SHAPES,
-    Shape,
+    ChatShape,
     probe_texts,
 )
 
-Render = Callable[[Chat], str | None]  # the prompt; None if the template fails
+Render = Callable[[TemplateInput], str | None]  # the prompt; None if the template fails
 _ALL_SHAPES = (*TOOL_SHAPES, *SHAPES)
 _TOOLS: dict[str, list[dict[str, Any]] | None] = {"none": None, "empty": [], "some": PROBE_TOOLS}
 
@@ -56,7 +56,7 @@ class TemplateFit:
         self._needed: dict[tuple[int, str], bool] = {}  # by index of the shape, and kind of tools
         self._call_forms: dict[str, CallForm] = {}  # by kind of tools
 
-    def fit(self, chat: Chat, render: Render) -> Chat:
+    def fit(self, chat: TemplateInput, render: Render) -> TemplateInput:
         """Return the conversation that the template takes.
 
         render: renders probes.
@@ -65,7 +65,9 @@ class TemplateFit:
         fitted = self._converted(chat, kind, render, _ALL_SHAPES)
         return self._with_call_form(fitted, kind, render)
 
-    def _converted(self, chat: Chat, kind: str, render: Render, shapes: Sequence[Shape]) -> Chat:
+    def _converted(
+        self, chat: TemplateInput, kind: str, render: Render, shapes: Sequence[ChatShape]
+    ) -> TemplateInput:
         for i, shape in enumerate(shapes):
             if self._needed.get((i, kind)) is False:
                 continue  # most shapes of most templates: not looked for in each conversation
@@ -80,18 +82,25 @@ class TemplateFit:
         if key not in self._needed:
             shape = _ALL_SHAPES[index]
             tools = _TOOLS[kind] if shape.tools is None else shape.tools
-            probe = Chat(shape.probe, tools)
+            probe = TemplateInput(shape.probe, tools)
             texts = probe_texts((shape.probe, shape.tools))
             as_it_is = self._prompt(probe, kind, render, index)
             self._needed[key] = not _shows(as_it_is, texts) and all(
-                _shows(self._prompt(Chat(messages, tools), kind, render, index, shape), texts)
+                _shows(
+                    self._prompt(TemplateInput(messages, tools), kind, render, index, shape), texts
+                )
                 for messages in (shape.probe, shape.later)
                 if messages is not None
             )
         return self._needed[key]
 
     def _prompt(
-        self, probe: Chat, kind: str, render: Render, num_shapes: int, shape: Shape | None = None
+        self,
+        probe: TemplateInput,
+        kind: str,
+        render: Render,
+        num_shapes: int,
+        shape: ChatShape | None = None,
     ) -> str | None:
         """Return the prompt of a probe after the first conversions, and that of `shape`."""
         earlier = _ALL_SHAPES[:num_shapes]
@@ -100,18 +109,18 @@ class TemplateFit:
             probe = self._converted(shape.convert(probe), kind, render, earlier)
         return render(self._with_call_form(probe, kind, render))
 
-    def _with_call_form(self, chat: Chat, kind: str, render: Render) -> Chat:
+    def _with_call_form(self, chat: TemplateInput, kind: str, render: Render) -> TemplateInput:
         """Return the conversation with calls in the form that the template takes."""
         if not any(message.get("tool_calls") for message in chat.messages):
             return chat
         if kind not in self._call_forms:
-            probe = self._converted(Chat(STEP, _TOOLS[kind]), kind, render, TOOL_SHAPES)
+            probe = self._converted(TemplateInput(STEP, _TOOLS[kind]), kind, render, TOOL_SHAPES)
             self._call_forms[kind] = _call_form(probe, render)
         form = self._call_forms[kind]
         return chat._replace(messages=[form.of(message) for message in chat.messages])
 
 
-def _call_form(probe: Chat, render: Render) -> CallForm:
+def _call_form(probe: TemplateInput, render: Render) -> CallForm:
     """Return the form of calls: the first that the template shows, else the first it renders.
 
     Most templates render a content of "" and of null equally. Some fail with null, or write the
@@ -139,7 +148,7 @@ def _shows(prompt: str | None, texts: list[str]) -> bool:
     return prompt is not None and all(text in prompt for text in texts)
 
 
-def _kind_of_tools(chat: Chat) -> str:
+def _kind_of_tools(chat: TemplateInput) -> str:
     if chat.tools is None:
         return "none"
     return "some" if chat.tools else "empty"

@@ -1,7 +1,7 @@
 """Shapes of conversations that some chat templates refuse or lose, and their conversions.
 
-A `Shape` has a probe: a small conversation of this shape, whose texts must be in the prompt. Where
-they are not, `convert` makes a conversation of the same texts that the template takes. All
+A `ChatShape` has a probe: a small conversation of this shape, whose texts must be in the prompt.
+Where they are not, `convert` makes a conversation of the same texts that the template takes. All
 functions return copies. Contents are text; beside calls they may be absent.
 """
 
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from moeserve.text.chat_messages import Chat, Message
+from moeserve.text.chat_messages import Message, TemplateInput
 from moeserve.text.fit_calls import (
     calls_as_text,
     has_calls,
@@ -75,12 +75,12 @@ from moeserve.text.fit_turns import (
 _PROBE_TEXT = re.compile(r"probe\d+")
 
 
-class Shape(NamedTuple):
+class ChatShape(NamedTuple):
     """A shape of conversations, and what becomes of it where a template does not take it."""
 
-    occurs: Callable[[Chat], bool]
+    occurs: Callable[[TemplateInput], bool]
     probe: list[Message]
-    convert: Callable[[Chat], Chat]
+    convert: Callable[[TemplateInput], TemplateInput]
     # A longer conversation, which must be taken after the conversion
     later: list[Message] | None = None
     tools: list[dict[str, Any]] | None = None  # of the probe, instead of usual ones
@@ -143,48 +143,48 @@ STEP = [_user(1), _calls(_call(2)), _result(3, call=2), _assistant(4), _user(5)]
 # conversions before it.
 
 TOOL_SHAPES = (
-    Shape(
+    ChatShape(
         occurs=lambda chat: chat.tools is None,
         probe=[_user(1)],
         convert=lambda chat: chat._replace(tools=[]),
     ),
-    Shape(
+    ChatShape(
         occurs=lacks_description,
         probe=[_user(1)],
         tools=[_tool(parameters=_SCHEMA)],
         convert=with_descriptions,
     ),
-    Shape(
+    ChatShape(
         occurs=lacks_parameters,
         probe=[_user(1)],
         tools=[_tool(description="probe91")],
         convert=with_parameters,
     ),
-    Shape(
+    ChatShape(
         occurs=lacks_properties,
         probe=[_user(1)],
         tools=[_tool(description="probe91", parameters={"type": "object"})],
         convert=with_properties,
     ),
-    Shape(
+    ChatShape(
         occurs=lacks_property_description,
         probe=[_user(1)],
         tools=[_tool(description="probe91", parameters=_schema(probe92={"type": "string"}))],
         convert=with_property_descriptions,
     ),
-    Shape(
+    ChatShape(
         occurs=has_odd_type,
         probe=[_user(1)],
         tools=[_tool(description="probe91", parameters=_schema(**_ODD_PROPERTIES))],
         convert=with_plain_types,
     ),
-    Shape(
+    ChatShape(
         occurs=has_tools,
         probe=[_user(1)],
         tools=PROBE_TOOLS,
         convert=tools_in_system_message,
     ),
-    Shape(
+    ChatShape(
         occurs=has_tools,
         probe=[_user(1)],
         tools=PROBE_TOOLS,
@@ -192,56 +192,56 @@ TOOL_SHAPES = (
     ),
 )
 SHAPES = (
-    Shape(occurs=has_system, probe=[_system(1), _user(2)], convert=system_in_first_user),
-    Shape(
+    ChatShape(occurs=has_system, probe=[_system(1), _user(2)], convert=system_in_first_user),
+    ChatShape(
         occurs=has_adjacent_systems,
         probe=[_system(1), _system(2), _user(3)],
         convert=adjacent_systems_joined,
     ),
-    Shape(
+    ChatShape(
         occurs=has_late_system,
         probe=[_system(1), _user(2), _system(3), _assistant(4), _user(5)],
         convert=systems_joined,
     ),
-    Shape(
+    ChatShape(
         occurs=lacks_user,
         probe=[_system(1)],
         convert=system_in_first_user,
     ),
-    Shape(
+    ChatShape(
         occurs=ends_without_user,
         probe=[_system(1), _user(2), _assistant(3)],
         convert=system_in_last_user,
     ),
-    Shape(
+    ChatShape(
         occurs=has_empty_answer,
         probe=[_user(1), {"role": "assistant", "content": ""}],
         convert=without_empty_answers,
     ),
-    Shape(
+    ChatShape(
         occurs=has_neighbors("user"),
         probe=[_user(1), _user(2)],
         convert=users_joined,
     ),
-    Shape(
+    ChatShape(
         occurs=has_neighbors("assistant"),
         probe=[_user(1), _assistant(2), _assistant(3), _user(4)],
         convert=assistants_joined,
     ),
     # Results in the probes of the shapes behind this one get names where they need them.
-    Shape(occurs=lacks_names, probe=STEP, convert=with_names),
-    Shape(occurs=assistant_begins, probe=[_assistant(1), _user(2)], convert=user_begins),
-    Shape(
+    ChatShape(occurs=lacks_names, probe=STEP, convert=with_names),
+    ChatShape(occurs=assistant_begins, probe=[_assistant(1), _user(2)], convert=user_begins),
+    ChatShape(
         occurs=assistant_begins,
         probe=[_calls(_call(1)), _result(2, call=1), _user(3)],
         convert=user_begins,
     ),
-    Shape(
+    ChatShape(
         occurs=assistant_begins_without_user,
         probe=[_calls(_call(1)), _result(2, call=1)],
         convert=user_begins,
     ),
-    Shape(
+    ChatShape(
         occurs=has_calls_or_listing,
         # A name, because some templates show only the arguments that they know.
         probe=[
@@ -253,7 +253,7 @@ SHAPES = (
         ],
         convert=calls_as_text,
     ),
-    Shape(
+    ChatShape(
         occurs=lacks_ids,
         probe=[
             _user(1),
@@ -262,7 +262,7 @@ SHAPES = (
         ],
         convert=with_ids,
     ),
-    Shape(
+    ChatShape(
         occurs=has_calls,
         probe=[
             _user(1),
@@ -271,32 +271,32 @@ SHAPES = (
         ],
         convert=with_short_ids,
     ),
-    Shape(
+    ChatShape(
         occurs=has_user_after_result,
         probe=[_user(1), _calls(_call(2)), _result(3, call=2), _user(4)],
         convert=user_in_result,
     ),
-    Shape(
+    ChatShape(
         occurs=has_results_apart,
         probe=[_user(1), _calls(_call(2)), _user(3), _result(4, call=2)],
         convert=results_behind_calls,
     ),
-    Shape(
+    ChatShape(
         occurs=has_orphans,
         probe=[_user(1), _assistant(2), _user(3), _result(4, call=9)],
         convert=orphans_as_users,
     ),
-    Shape(
+    ChatShape(
         occurs=lacks_results,
         probe=[_user(1), _calls(_call(2)), _user(3)],
         convert=with_results,
     ),
-    Shape(
+    ChatShape(
         occurs=has_parallel_calls,
         probe=[_user(1), _calls(_call(2), _call(3)), _result(4, call=2), _result(5, call=3)],
         convert=one_call_at_a_time,
     ),
-    Shape(
+    ChatShape(
         occurs=has_text_and_thoughts_beside_calls,
         probe=[
             _user(1),
@@ -305,7 +305,7 @@ SHAPES = (
         ],
         convert=text_as_thought,
     ),
-    Shape(
+    ChatShape(
         occurs=has_text_beside_calls,
         probe=[_user(1), _calls(_call(2), content="probe3"), _result(4, call=2)],
         later=[
@@ -317,12 +317,12 @@ SHAPES = (
         ],
         convert=text_before_calls,
     ),
-    Shape(
+    ChatShape(
         occurs=has_text_beside_calls,
         probe=[_user(1), _calls(_call(2), content="probe3"), _result(4, call=2)],
         convert=text_before_result,
     ),
-    Shape(
+    ChatShape(
         occurs=has_text_before_calls,
         probe=[
             _user(1),

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import ollama
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -387,3 +388,10 @@ def story() -> str:
 @pytest.fixture
 def scripted(tokenizer: Tokenizer) -> ScriptedEngine:
     return ScriptedEngine(tokenizer)
+
+
+@pytest.fixture
+async def ollama_client(live):
+    """PyPI's client of Ollama's API."""
+    async with ollama.AsyncClient(host=live.url) as client:
+        yield client

@@ -1,4 +1,4 @@
-"""Ollama's API, used by PyPI's `ollama` as it comes, and LM Studio's list of models."""
+"""/api/chat and /api/generate of Ollama, used by PyPI's `ollama` as it comes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import ollama
 import pytest
 
-from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.messages import Submit
 from moeserve.server.dialects.ollama_request import OllamaChatRequest
 from moeserve.server.requests import HIDDEN_IMAGE, decode
@@ -24,12 +23,6 @@ MODEL = "org/tiny"
 USER = {"role": "user", "content": "hi"}
 ASK = {"model": MODEL, "messages": [USER], "stream": False}
 PIXEL = "iVBORw0KGgo="
-
-
-@pytest.fixture
-async def client(live):
-    async with ollama.AsyncClient(host=live.url) as it:
-        yield it
 
 
 async def lines(live, path: str, body: dict) -> list[dict]:
@@ -46,8 +39,8 @@ async def lines(live, path: str, body: dict) -> list[dict]:
 # ---- answers
 
 
-async def test_a_whole_chat(client, live, story):
-    answer = await client.chat(MODEL, [USER])
+async def test_a_whole_chat(ollama_client, live, story):
+    answer = await ollama_client.chat(MODEL, [USER])
     assert (answer.message.role, answer.message.content) == ("assistant", story)
     assert (answer.model, answer.done, answer.done_reason) == (MODEL, True, "stop")
     assert answer.message.thinking is None
@@ -61,8 +54,10 @@ async def test_a_whole_chat(client, live, story):
     assert 0 <= age.total_seconds() < 60
 
 
-async def test_a_streamed_chat_has_the_same_text_and_ends_with_the_counts(client, live, story):
-    chunks = [chunk async for chunk in await client.chat(MODEL, [USER], stream=True)]
+async def test_a_streamed_chat_has_the_same_text_and_ends_with_the_counts(
+    ollama_client, live, story
+):
+    chunks = [chunk async for chunk in await ollama_client.chat(MODEL, [USER], stream=True)]
     assert "".join(chunk.message.content for chunk in chunks) == story
     *parts, last = chunks
     assert len(parts) > 5
@@ -91,24 +86,26 @@ async def test_curl_needs_no_content_type_but_pages_of_other_origins_cannot_use_
     assert (await live.post(CHAT, ASK, Content_Type="text/plain"))[0] == 415
 
 
-async def test_logprobs_belong_to_the_tokens(client, live):
+async def test_logprobs_belong_to_the_tokens(ollama_client, live):
     asked = {"logprobs": True, "top_logprobs": 2}
-    whole = await client.chat(MODEL, [USER], **asked)
+    whole = await ollama_client.chat(MODEL, [USER], **asked)
     assert len(whole.logprobs) == whole.eval_count
     assert all(len(row.top_logprobs) == 2 and row.logprob < 0 for row in whole.logprobs)
-    chunks = [chunk async for chunk in await client.generate(MODEL, "hi", stream=True, **asked)]
+    chunks = [
+        chunk async for chunk in await ollama_client.generate(MODEL, "hi", stream=True, **asked)
+    ]
     streamed = [row for chunk in chunks for row in chunk.logprobs or ()]
     assert [row.token for row in streamed] == [row.token for row in whole.logprobs]
-    bare = await client.chat(MODEL, [USER], logprobs=True)
+    bare = await ollama_client.chat(MODEL, [USER], logprobs=True)
     assert not any(row.top_logprobs for row in bare.logprobs)
-    assert (await client.chat(MODEL, [USER], top_logprobs=2)).logprobs is None
+    assert (await ollama_client.chat(MODEL, [USER], top_logprobs=2)).logprobs is None
 
 
 async def test_silence_is_filled_with_empty_objects(launch, story):
     async with launch(sse_ping_s=0.1) as live:
         live.engine.gate.clear()
-        async with ollama.AsyncClient(host=live.url) as client:
-            chunks = await client.chat(MODEL, [USER], stream=True)
+        async with ollama.AsyncClient(host=live.url) as ollama_client:
+            chunks = await ollama_client.chat(MODEL, [USER], stream=True)
             empty = [(await anext(chunks)).message.content for _ in range(2)]
             assert empty == ["", ""]
             live.engine.gate.set()
@@ -128,10 +125,10 @@ async def test_a_round_trip_with_tools(streamed):
         """
         return f"sun in {city}"
 
-    async with answering(CALLS) as live, ollama.AsyncClient(host=live.url) as client:
+    async with answering(CALLS) as live, ollama.AsyncClient(host=live.url) as ollama_client:
         history = [USER]
         if streamed:
-            stream = await client.chat(MODEL, history, tools=[weather, CLOCK], stream=True)
+            stream = await ollama_client.chat(MODEL, history, tools=[weather, CLOCK], stream=True)
             chunks = [chunk.message async for chunk in stream]
             calls = [call for chunk in chunks for call in chunk.tool_calls or ()]
             assert sum(chunk.tool_calls is not None for chunk in chunks) == 2
@@ -142,7 +139,7 @@ async def test_a_round_trip_with_tools(streamed):
                 tool_calls=calls,
             )
         else:
-            answer = await client.chat(MODEL, history, tools=[weather, CLOCK])
+            answer = await ollama_client.chat(MODEL, history, tools=[weather, CLOCK])
             assert answer.done_reason == "stop"
             message = answer.message
         assert message.thinking.strip() == "A fox 😀?"
@@ -154,7 +151,7 @@ async def test_a_round_trip_with_tools(streamed):
             {"role": "tool", "tool_name": "weather", "content": weather(city="Köln 😀")},
             {"role": "tool", "tool_name": "clock", "content": "noon"},
         ]
-        await client.chat(MODEL, history, tools=[weather, CLOCK])
+        await ollama_client.chat(MODEL, history, tools=[weather, CLOCK])
         prompt = live.engine.prompt
         assert (
             '<tool_call>{"name": "weather", "arguments": {"city": "Köln 😀"}}</tool_call>' in prompt
@@ -262,10 +259,13 @@ async def test_think_sets_the_templates_switch(think, shown):
         "{{ enable_thinking if enable_thinking is defined else 'unset' }} "
         "{{ reasoning_effort if reasoning_effort is defined else 'unset' }}"
     )
-    async with answering(CALLS, template) as live, ollama.AsyncClient(host=live.url) as client:
+    async with (
+        answering(CALLS, template) as live,
+        ollama.AsyncClient(host=live.url) as ollama_client,
+    ):
         for ask in (
-            client.chat(MODEL, [USER], think=think),
-            client.generate(MODEL, "a", think=think),
+            ollama_client.chat(MODEL, [USER], think=think),
+            ollama_client.generate(MODEL, "a", think=think),
         ):
             answer = await ask
             assert live.engine.prompt.split("\n")[-1].split(" ") == shown
@@ -274,25 +274,25 @@ async def test_think_sets_the_templates_switch(think, shown):
 
 
 @pytest.mark.parametrize("think", [True, "high"])
-async def test_think_is_refused_where_the_model_cannot(client, think):
+async def test_think_is_refused_where_the_model_cannot(ollama_client, think):
     for asked in (
-        client.chat(MODEL, [USER], think=think),
-        client.generate(MODEL, "a", think=think),
+        ollama_client.chat(MODEL, [USER], think=think),
+        ollama_client.generate(MODEL, "a", think=think),
     ):
         with pytest.raises(ollama.ResponseError, match="does not support thinking") as failed:
             await asked
         assert failed.value.status_code == 400
-    assert (await client.chat(MODEL, [USER], think=False)).done
+    assert (await ollama_client.chat(MODEL, [USER], think=False)).done
 
 
-async def test_a_format_constrains_the_answer(client, live):
+async def test_a_format_constrains_the_answer(ollama_client, live):
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     for asked, kind in (("json", "json_object"), (schema, "json_schema")):
-        await client.chat(MODEL, [USER], format=asked)
+        await ollama_client.chat(MODEL, [USER], format=asked)
         assert live.engine.submitted.sampling.grammar.kind == kind
-        await client.generate(MODEL, "a", format=asked)
+        await ollama_client.generate(MODEL, "a", format=asked)
         assert live.engine.submitted.sampling.grammar.kind == kind
-    await client.chat(MODEL, [USER], format="")
+    await ollama_client.chat(MODEL, [USER], format="")
     assert live.engine.submitted.sampling.grammar is None
     status, answer, _ = await live.post(CHAT, ASK | {"format": {"type": "robot"}})
     assert (status, answer["error"][:6]) == (400, "format")
@@ -307,26 +307,28 @@ async def test_an_assistants_last_message_is_continued(live):
 # ---- generate
 
 
-async def test_generate_uses_the_template_and_raw_does_not(client, live, story):
-    answer = await client.generate(MODEL, "hi", system="Be brief.")
+async def test_generate_uses_the_template_and_raw_does_not(ollama_client, live, story):
+    answer = await ollama_client.generate(MODEL, "hi", system="Be brief.")
     assert (answer.response, answer.done_reason) == (story, "stop")
     assert live.engine.prompt == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    raw = await client.generate(MODEL, "<|im_start|>hi", raw=True, options={"stop": ["lantern"]})
+    raw = await ollama_client.generate(
+        MODEL, "<|im_start|>hi", raw=True, options={"stop": ["lantern"]}
+    )
     assert live.engine.prompt == "<|im_start|>hi"
     assert raw.response == story.partition("lantern")[0]
     assert raw.context is None
-    chunks = [one async for one in await client.generate(MODEL, "hi", raw=True, stream=True)]
+    chunks = [one async for one in await ollama_client.generate(MODEL, "hi", raw=True, stream=True)]
     assert "".join(chunk.response for chunk in chunks) == story
 
 
-async def test_the_context_of_an_answer_continues_its_conversation(client, live):
-    first = await client.generate(MODEL, "hi")
+async def test_the_context_of_an_answer_continues_its_conversation(ollama_client, live):
+    first = await ollama_client.generate(MODEL, "hi")
     assert list(first.context)[-1] == live.engine.end
     before = live.engine.prompt
-    second = await client.generate(MODEL, "go on", context=first.context)
+    second = await ollama_client.generate(MODEL, "go on", context=first.context)
     given = np.frombuffer(live.engine.submitted.tokens, np.int32).tolist()
     assert given[: len(first.context)] == list(first.context)
     assert live.engine.prompt.startswith(before)
@@ -338,15 +340,15 @@ async def test_the_context_of_an_answer_continues_its_conversation(client, live)
     assert (status, "10" in answer["error"]) == (400, True)
 
 
-async def test_a_suffix_fills_in_the_middle(client, live, monkeypatch):
-    answer = await client.generate(MODEL, "a = ", suffix="\nb")
+async def test_a_suffix_fills_in_the_middle(ollama_client, live, monkeypatch):
+    answer = await ollama_client.generate(MODEL, "a = ", suffix="\nb")
     assert answer.done
     assert live.engine.prompt == "<|fim_prefix|>a = <|fim_suffix|>\nb<|fim_middle|>"
     with pytest.raises(ollama.ResponseError, match="system is for prompts in the chat template"):
-        await client.generate(MODEL, "a", suffix="b", system="c")
+        await ollama_client.generate(MODEL, "a", suffix="b", system="c")
     monkeypatch.setattr(live.front.tokenizer, "fim", None)
     with pytest.raises(ollama.ResponseError, match="suffix: this model's tokenizer has no fill-in"):
-        await client.generate(MODEL, "a", suffix="b")
+        await ollama_client.generate(MODEL, "a", suffix="b")
 
 
 @pytest.mark.parametrize(
@@ -360,15 +362,17 @@ async def test_a_suffix_fills_in_the_middle(client, live, monkeypatch):
         (0.0, "unload"),
     ],
 )
-async def test_nothing_to_answer_loads(client, live, keep_alive, reason):
-    chat = await client.chat(MODEL, keep_alive=keep_alive)
+async def test_nothing_to_answer_loads(ollama_client, live, keep_alive, reason):
+    chat = await ollama_client.chat(MODEL, keep_alive=keep_alive)
     assert (chat.done, chat.done_reason, chat.message.content) == (True, reason, "")
-    text = await client.generate(MODEL, keep_alive=keep_alive)
+    text = await ollama_client.generate(MODEL, keep_alive=keep_alive)
     assert (text.done, text.done_reason, text.response) == (True, reason, "")
-    streamed = [one async for one in await client.chat(MODEL, keep_alive=keep_alive, stream=True)]
+    streamed = [
+        one async for one in await ollama_client.chat(MODEL, keep_alive=keep_alive, stream=True)
+    ]
     assert [one.done_reason for one in streamed] == [reason]
     assert not [told for told in live.engine.told if isinstance(told, Submit)]
-    assert (await client.chat(MODEL, [USER])).done  # it is still there
+    assert (await ollama_client.chat(MODEL, [USER])).done  # it is still there
 
 
 # ---- options
@@ -464,11 +468,11 @@ async def test_home_assistants_request_is_taken_and_says_what_has_no_effect(live
         assert "Warning" not in response.headers
 
 
-async def test_pictures_are_refused_but_not_in_the_results_of_tools(client, live):
+async def test_pictures_are_refused_but_not_in_the_results_of_tools(ollama_client, live):
     with pytest.raises(ollama.ResponseError, match=r"messages\[0\].images: this server supports"):
-        await client.chat(MODEL, [USER | {"images": [PIXEL]}])
+        await ollama_client.chat(MODEL, [USER | {"images": [PIXEL]}])
     with pytest.raises(ollama.ResponseError, match="images: this server supports text only"):
-        await client.generate(MODEL, "What is it?", images=[PIXEL])
+        await ollama_client.generate(MODEL, "What is it?", images=[PIXEL])
     async with answering(CALLS) as live:
         asked = [
             USER,
@@ -553,10 +557,10 @@ async def test_errors_have_ollamas_shape(live, body):
     assert (status, list(answer)) == (400, ["error"])
 
 
-async def test_a_failure_in_the_middle_is_a_line(client, live):
+async def test_a_failure_in_the_middle_is_a_line(ollama_client, live):
     live.engine.break_after = 0
     with pytest.raises(ollama.ResponseError, match="internal server error") as failed:
-        await client.chat(MODEL, [USER])
+        await ollama_client.chat(MODEL, [USER])
     assert failed.value.status_code == 500
     live.engine.break_after = 3
     found = await lines(live, CHAT, ASK)
@@ -564,7 +568,7 @@ async def test_a_failure_in_the_middle_is_a_line(client, live):
     assert list(found[-1]) == ["error"]
     assert "secret" not in str(found)
     with pytest.raises(ollama.ResponseError, match="internal server error"):
-        async for _ in await client.generate(MODEL, "a", stream=True):
+        async for _ in await ollama_client.generate(MODEL, "a", stream=True):
             pass
 
 
@@ -585,9 +589,9 @@ async def test_a_key_is_asked_for(launch):
         status, answer = await live.get("/api/v0/models")
         assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
         headers = {"Authorization": "Bearer right"}
-        async with ollama.AsyncClient(host=live.url, headers=headers) as client:
-            assert (await client.chat(MODEL, [USER])).done
-            assert (await client.list()).models
+        async with ollama.AsyncClient(host=live.url, headers=headers) as ollama_client:
+            assert (await ollama_client.chat(MODEL, [USER])).done
+            assert (await ollama_client.list()).models
 
 
 async def test_an_overloaded_server_says_when_to_return(live):
@@ -595,162 +599,6 @@ async def test_an_overloaded_server_says_when_to_return(live):
     status, answer, response = await live.post(CHAT, ASK)
     assert (status, list(answer)) == (503, ["error"])
     assert "Retry-After" in response.headers
-
-
-# ---- models
-
-
-async def test_names_may_have_the_default_tag(client, live):
-    name = f"{MODEL}:latest"
-    assert (await client.chat(name, [USER])).model == name
-    assert (await client.show(name)).capabilities == ["completion", "insert"]
-    for path, body in (
-        ("/v1/chat/completions", {"messages": [USER]}),
-        ("/v1/completions", {"prompt": "a"}),
-    ):
-        assert (await live.post(path, {"model": name} | body))[0] == 200
-    assert (await live.post(CHAT, ASK | {"model": f"{MODEL}:7b"}))[0] == 404
-
-
-async def test_the_model_is_listed_and_loaded(client, live):
-    live.front.model_names = (MODEL, "alias")
-    (listed, alias) = (await client.list()).models
-    assert (listed.model, alias.model) == (MODEL, "alias")
-    assert listed.digest == alias.digest
-    assert len(listed.digest) == 64
-    (loaded, _) = (await client.ps()).models
-    ready = live.front.ready
-    assert (loaded.model, loaded.size, loaded.size_vram) == (MODEL, ready.weight_bytes, 0)
-    assert loaded.context_length == ready.max_model_len
-    assert loaded.expires_at.year > 2300
-    assert loaded.digest == listed.digest
-    version = (await live.get("/api/version"))[1]["version"]
-    assert [int(part) for part in version.split(".")] >= [0, 6, 4]  # which VS Code asks for
-
-
-async def test_a_description_comes_from_the_models_files(client, live, monkeypatch):
-    monkeypatch.setattr(live.front, "model_dir", resolve_model_dir("demo"))
-    live.front.defaults = {"temperature": 0.25, "repetition_penalty": 1.5}
-    shown = await client.show(MODEL)
-    details = shown.details
-    assert (details.format, details.family) == ("safetensors", "qwen3_moe")
-    assert (details.parameter_size, details.quantization_level) == ("10", "BF16")
-    info = shown.modelinfo
-    assert info["general.architecture"] == "qwen3_moe"
-    assert info["general.basename"] == MODEL
-    assert info["qwen3_moe.context_length"] == live.front.ready.max_model_len
-    assert info["qwen3_moe.embedding_length"] == 256
-    assert (info["qwen3_moe.expert_count"], info["qwen3_moe.expert_used_count"]) == (8, 2)
-    lines = [line.split() for line in shown.parameters.splitlines()]
-    assert lines == [["num_ctx", "256"], ["temperature", "0.25"], ["repeat_penalty", "1.5"]]
-    assert "<|im_start|>" in shown.template
-    (listed,) = (await client.list()).models
-    assert listed.size == sum(
-        path.stat().st_size for path in resolve_model_dir("demo").glob("*.safetensors")
-    )
-    asked = {"name": MODEL, "model": "", "system": "", "options": None, "verbose": True}
-    status, answer, response = await live.post("/api/show", asked)
-    assert (status, answer["details"]["context_length"]) == (200, 256)
-    assert response.headers["Warning"] == '299 moeserve "no effect here: verbose"'
-
-
-async def test_capabilities_are_those_of_template_and_format():
-    async with answering(CALLS) as live, ollama.AsyncClient(host=live.url) as client:
-        live.front.tokenizer.fim = None
-        assert (await client.show(MODEL)).capabilities == ["completion", "tools", "thinking"]
-        _, listed = await live.get("/api/v0/models")
-        assert listed["data"][0]["capabilities"] == ["tool_use"]
-
-
-@pytest.mark.parametrize(
-    "path", ["pull", "push", "create", "copy", "delete", "embed", "embeddings"]
-)
-async def test_what_there_is_not_says_why(live, path):
-    for method in ("POST", "DELETE"):
-        async with live.session.request(method, f"{live.url}/api/{path}", json={}) as response:
-            answer = await response.json()
-        assert response.status == 404
-        assert answer["error"].startswith(f"/api/{path}: this ")
-
-
-async def test_the_client_gets_the_reason(client):
-    with pytest.raises(ollama.ResponseError, match="one model") as failed:
-        await client.pull("llama3.2")
-    assert failed.value.status_code == 404
-    with pytest.raises(ollama.ResponseError, match="embeddings are not supported"):
-        await client.embed(MODEL, "a")
-
-
-@pytest.mark.parametrize(
-    ("path", "meant"),
-    [
-        ("/v1/api/chat", "/api/chat"),
-        ("//api/tags", "/api/tags"),
-        ("/api/api/show", "/api/show"),
-        ("/api/chat/", "/api/chat"),
-        ("/api/chat/completions", "/v1/chat/completions"),
-        ("/api/v1/models", "/v1/models"),
-        ("/v1/api/v0/models", "/api/v0/models"),
-    ],
-)
-async def test_a_wrong_base_is_explained(live, path, meant):
-    status, answer = await live.get(path)
-    error = answer["error"]
-    text = error if isinstance(error, str) else error["message"]
-    assert (status, f"did you mean {meant}?" in text) == (404, True), text
-
-
-# ---- LM Studio
-
-
-async def test_lm_studios_list(live, monkeypatch):
-    monkeypatch.setattr(live.front, "model_dir", resolve_model_dir("demo"))
-    _, listed = await live.get("/api/v0/models")
-    expected = {
-        "id": MODEL,
-        "object": "model",
-        "type": "llm",
-        "publisher": "org",
-        "arch": "qwen3_moe",
-        "compatibility_type": "mlx",
-        "quantization": "BF16",
-        "state": "loaded",
-        "max_context_length": 256,
-        "loaded_context_length": 256,
-        "capabilities": [],
-    }
-    assert listed == {"object": "list", "data": [expected]}
-    assert await live.get(f"/api/v0/models/{MODEL}") == (200, expected)
-    for name, status in (("other", 404), ("", 404)):
-        got, answer = await live.get(f"/api/v0/models/{name}")
-        assert (got, answer["error"]["code"]) == (status, "model_not_found")
-
-
-async def test_lm_studios_routes_answer_as_openais(live, story):
-    chat = "/api/v0/chat/completions"
-    _, answer, _ = await live.post(chat, {"messages": [USER], "max_tokens": -1})
-    assert answer["choices"][0]["message"]["content"] == story
-    chunks = await live.events(chat, {"messages": [USER]})
-    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == story
-    _, answer, _ = await live.post("/api/v0/completions", {"prompt": "a", "max_tokens": 50})
-    assert answer["choices"][0]["text"]
-    status, answer, _ = await live.post(chat, {"messages": []})
-    assert (status, answer["error"]["param"]) == (400, "messages")
-
-
-async def test_lm_studios_name_of_reasoning():
-    async with answering(CALLS) as live:
-        chat = "/api/v0/chat/completions"
-        _, answer, _ = await live.post(chat, {"messages": [USER]})
-        message = answer["choices"][0]["message"]
-        assert message["reasoning_content"].strip() == "A fox 😀?"
-        assert "reasoning" not in message
-        deltas = [
-            chunk["choices"][0]["delta"] for chunk in await live.events(chat, {"messages": [USER]})
-        ]
-        streamed = "".join(delta.get("reasoning_content", "") for delta in deltas)
-        assert streamed == message["reasoning_content"]
-        assert not any("reasoning" in delta for delta in deltas)
 
 
 async def test_options_of_ollama_on_openais_route_are_named(live):

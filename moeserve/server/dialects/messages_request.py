@@ -13,7 +13,7 @@ from moeserve.server.chat_request import (
     PositiveCount,
     ReasoningEffort,
 )
-from moeserve.server.documents import Document, SearchResult
+from moeserve.server.documents import DocumentBlock, SearchResultBlock
 from moeserve.server.requests import (
     HiddenImage,
     Kinds,
@@ -56,7 +56,7 @@ class _ToolResult(Struct, kw_only=True):
 
 _TEXTS: Kinds = {"text": TextItem}
 _IMAGE = "image"
-_DOCUMENTS: Kinds = {"document": Document, "search_result": SearchResult}
+_DOCUMENTS: Kinds = {"document": DocumentBlock, "search_result": SearchResultBlock}
 _RESULTS: Kinds = _TEXTS | _DOCUMENTS | {_IMAGE: HiddenImage}
 _BLOCKS: dict[str, Kinds] = {
     "system": _TEXTS,
@@ -255,7 +255,7 @@ def _chat_messages(given: InputMessage, where: str) -> list[Message]:
     for i, block in enumerate(given.content):
         block_where = f"{where}.content[{i}]"
         match typed_at(block, _BLOCKS[given.role], block_where):
-            case TextItem() | Document() | SearchResult() as shown:
+            case TextItem() | DocumentBlock() | SearchResultBlock() as shown:
                 texts.append(shown.text)
             case _Thinking(thinking=thinking):
                 turn.reasoning_content = (turn.reasoning_content or "") + thinking
