@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moeserve.actor.tasks import cancel, every, log_error, spawn
 from moeserve.cluster.assignment import assign_new_engines, initial_machines, num_equal_nodes
+from moeserve.cluster.changes import Changes
 from moeserve.cluster.check_parallel import check_parallel, check_scale
 from moeserve.cluster.engine_group import JOIN_S, EngineGroup, check_same_model
 from moeserve.cluster.engine_state import EngineState, LeftFleet
@@ -75,7 +76,7 @@ class Scaling:
         self._run_dir: RunDir
         self._spec: ModelSpec
         self._rebalance_checks: asyncio.Task[None] | None = None
-        self._change: asyncio.Task[Any] | None = None  # the change in progress
+        self._changes = Changes()
         # The drained machines:
         self._return_tasks: dict[Host, asyncio.Task[None]] = {}  # wait for their agents to return
         self._num_engines_before: dict[int, int] = {}  # by the machine's number
@@ -258,42 +259,29 @@ class Scaling:
         return await self._run_change(self._rebalance(forced=True))
 
     async def _rebalance_if_it_pays(self) -> None:
-        """Move experts if that is worth its cost and no other change is in progress."""
+        """Move experts if that is worth its cost and no other change is in progress.
+
+        An administrator's change waits until this one is complete.
+        """
         fleet = self._fleet
-        if self._change is not None or fleet.ready is None or not fleet.groups[0].complete:
+        if self._changes.in_progress or fleet.ready is None or not fleet.groups[0].complete:
             return
         try:
-            await self._run_change(self._rebalance(forced=False))
+            await self._changes.run_automatic(self._rebalance(forced=False))
         except Conflict as cause:
             log.info("experts were not moved: %s", cause)
 
     async def stop(self) -> None:
         """Cancel the change in progress, and the tasks that would begin another."""
-        await cancel(self._rebalance_checks, *self._return_tasks.values(), self._change)
+        await cancel(self._rebalance_checks, *self._return_tasks.values())
+        await self._changes.stop()
 
     async def _run_change(self, change: Coroutine[Any, Any, T]) -> T:
-        """Run a change if no other is in progress.
-
-        The change is completed even if the caller is cancelled. Raises Conflict.
-        """
-        if self._change is not None:
-            change.close()
-            raise Conflict("another change is in progress")
+        """Run a change that was asked for. Raises Conflict."""
         if self._fleet.ready is None:
             change.close()
             raise Conflict("the engines are not ready")
-        task = spawn(change, name="change of the fleet", on_error=_log_unexpected)
-        self._change = task
-        task.add_done_callback(self._on_change_done)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():  # by `stop`; otherwise the caller was cancelled
-                raise Conflict("the server is stopping") from None
-            raise
-
-    def _on_change_done(self, _task: asyncio.Task[Any]) -> None:
-        self._change = None
+        return await self._changes.run(change)
 
     # ---- the number of engines
 
@@ -505,7 +493,7 @@ class Scaling:
         while True:
             await host.connected.wait()
             # `_run_change` would raise Conflict meanwhile.
-            while self._change is not None or self._fleet.ready is None:  # noqa: ASYNC110
+            while self._changes.in_progress or self._fleet.ready is None:  # noqa: ASYNC110
                 await asyncio.sleep(BOOT_CHECK_INTERVAL_S)
             try:
                 if num_engines:
@@ -577,9 +565,3 @@ class Scaling:
         # Some engines may have begun: form the group again with the placement that was active.
         group.regroup(group.members, experts.placement_table)
         return error
-
-
-def _log_unexpected(name: str, error: Exception) -> None:
-    """Log an unexpected error. MoeserveErrors are raised to the caller of the change."""
-    if not isinstance(error, MoeserveError):
-        log_error(name, error)

@@ -44,6 +44,56 @@ async def test_rebalancing_that_a_stop_cuts_short_is_no_failure(
     ]
 
 
+async def test_a_change_waits_for_rebalancing_that_nobody_asked_for() -> None:
+    release = asyncio.Event()
+    proposals: list[bool] = []
+
+    async def propose(*, force: bool) -> None:
+        proposals.append(force)
+        await release.wait()
+
+    fleet = SimpleNamespace(
+        ready=object(),
+        groups=[SimpleNamespace(complete=True)],
+        experts=SimpleNamespace(propose=propose),
+    )
+    changes = scaling_of(fleet)
+    automatic = asyncio.create_task(changes._rebalance_if_it_pays())
+    await asyncio.sleep(0)
+    asked_for = asyncio.create_task(changes.rebalance())
+    await asyncio.sleep(0)
+    assert proposals == [False]
+    release.set()
+    assert await asked_for is None
+    assert proposals == [False, True]
+    await automatic
+    await changes.stop()
+
+
+async def test_a_change_that_waits_does_not_begin_when_the_server_stops() -> None:
+    proposals: list[bool] = []
+
+    async def propose(*, force: bool) -> None:
+        proposals.append(force)
+        await asyncio.Event().wait()
+
+    fleet = SimpleNamespace(
+        ready=object(),
+        groups=[SimpleNamespace(complete=True)],
+        experts=SimpleNamespace(propose=propose),
+    )
+    changes = scaling_of(fleet)
+    automatic = asyncio.create_task(changes._rebalance_if_it_pays())
+    await asyncio.sleep(0)
+    asked_for = asyncio.create_task(changes.rebalance())
+    await asyncio.sleep(0)
+    await changes.stop()
+    with pytest.raises(Conflict, match="the server is stopping"):
+        await asked_for
+    await automatic
+    assert proposals == [False]
+
+
 async def test_a_change_that_fails_by_a_bug_is_logged_though_its_caller_has_left(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
