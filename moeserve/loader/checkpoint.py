@@ -13,7 +13,7 @@ from moeserve.config import Activations
 from moeserve.errors import CheckpointError
 from moeserve.loader.documents import read_json
 from moeserve.loader.files import config_name, is_gguf, model_file
-from moeserve.loader.gguf_config import gguf_tensors
+from moeserve.loader.gguf_tensors import gguf_tensors
 from moeserve.loader.safetensors_file import TensorInfo, read_header
 from moeserve.loader.stored import StoredWeight, find_stored
 from moeserve.loader.stored_format import StoredFormat

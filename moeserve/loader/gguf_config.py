@@ -1,6 +1,6 @@
-"""Translates GGUF files to Hugging Face checkpoints: metadata to config.json, and tensor names.
+"""Translates the metadata of GGUF files to the JSON files of Hugging Face checkpoints.
 
-llama.cpp's converters write keys such as `ARCHITECTURE.block_count`. `_VARIANTS` describes what
+llama.cpp's converters write keys such as `ARCHITECTURE.block_count`. `ARCHITECTURES` describes what
 llama.cpp computes for each architecture beyond these keys. An unknown key of the architecture is
 rejected, because it may change the results.
 """
@@ -10,21 +10,17 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.fields import Fields
+from moeserve.loader.gguf_architecture import SIGMOID, SOFTMAX, GGUFArchitecture
+from moeserve.loader.gguf_architectures import ARCHITECTURES
 from moeserve.loader.gguf_file import GGUFHeader, read_model
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.loader.stored import StoredWeight
 from moeserve.loader.stored_format import GGML_FORMATS
 
-# Values of expert_gating_func, the router's scoring function
-_SOFTMAX = 1
-_SIGMOID = 2
-_SOFTMAX_OF_SELECTED = 3  # softmax over the logits of the selected experts only
 _MAX_INTEGER = 2**31
 _KEYS = {  # GGUF key -> config.json key, in all architectures
     "attention.head_count": "num_attention_heads",
@@ -83,7 +79,7 @@ _DEFAULTS = {
     "routed_scaling_factor": 1.0,
     "sliding_window": None,
 }
-_ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's scale factor of each rotary wavelength
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's scale factor of each rotary wavelength
 _SAMPLING = {  # key of generation_config.json -> GGUF key, after "general.sampling."
     "temperature": "temp",
     "top_k": "top_k",
@@ -100,208 +96,6 @@ _END_TOKENS = (
     "<|endoftext|>",
     "<|end_of_text|>",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """A GGUF architecture, or a variant of it, and the Hugging Face model that it stands for."""
-
-    architecture: str  # in config.json
-    keys: Mapping[str, str] = field(default_factory=dict)  # in addition to `_KEYS`
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # in addition to `_DEFAULTS`
-    required: tuple[str, ...] = ()  # in addition to `_REQUIRED`
-    gating: int = _SOFTMAX  # the router's scoring function
-    shared: str = "mlp.shared_experts"  # the module of shared experts
-    # The converter reordered the rows of q and k: the two rows of a rotary pair are adjacent.
-    interleaved_rope: bool = False
-
-
-_GRANITE = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "logit_scale": "logits_scaling",
-    "residual_scale": "residual_multiplier",
-}
-_SHARED_SIZE = "expert_shared_feed_forward_length"
-_GRANITE_VARIANT = _Variant(
-    "GraniteMoeForCausalLM",
-    keys=_GRANITE,
-    defaults={
-        "attention_multiplier": None,  # 1 / sqrt(head_dim)
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-    },
-    required=("logit_scale",),
-    interleaved_rope=True,
-)
-# GGUF architecture -> condition -> variant. The first condition that holds decides: a metadata key
-# that is present and not 0, or "sigmoid" (the router's scores); "" always holds.
-_VARIANTS: dict[str, dict[str, _Variant]] = {
-    "deepseek2": {
-        "sigmoid": _Variant("DeepseekV3ForCausalLM", gating=_SIGMOID),
-        "": _Variant("DeepseekV2ForCausalLM"),
-    },
-    "dots1": {"": _Variant("Dots1ForCausalLM", gating=_SIGMOID)},
-    "glm4moe": {"": _Variant("Glm4MoeForCausalLM", gating=_SIGMOID)},
-    "gpt-oss": {
-        "": _Variant(
-            "GptOssForCausalLM",
-            keys={"expert_feed_forward_length": "intermediate_size"},
-            required=("attention.sliding_window",),
-            gating=_SOFTMAX_OF_SELECTED,
-        )
-    },
-    "granitemoe": {
-        _SHARED_SIZE: replace(
-            _GRANITE_VARIANT,
-            architecture="GraniteMoeSharedForCausalLM",
-            keys=_GRANITE | {_SHARED_SIZE: "shared_intermediate_size"},
-            shared="shared_mlp",
-        ),
-        "": _GRANITE_VARIANT,
-    },
-    "llama": {
-        "expert_count": _Variant("MixtralForCausalLM", interleaved_rope=True),
-        "": _Variant("LlamaForCausalLM", interleaved_rope=True),
-    },
-    "minimax-m2": {
-        "": _Variant(
-            "MiniMaxM2ForCausalLM",
-            keys={"expert_feed_forward_length": "intermediate_size"},
-            gating=_SIGMOID,
-        )
-    },
-    "olmoe": {"": _Variant("OlmoeForCausalLM", keys={"attention.clamp_kqv": "clip_qkv"})},
-    "qwen2": {"": _Variant("Qwen2ForCausalLM")},
-    "qwen2moe": {
-        "": _Variant(
-            "Qwen2MoeForCausalLM",
-            keys={_SHARED_SIZE: "shared_expert_intermediate_size"},
-            shared="mlp.shared_expert",
-        )
-    },
-    "qwen3": {"": _Variant("Qwen3ForCausalLM")},
-    "qwen3moe": {"": _Variant("Qwen3MoeForCausalLM", defaults={"norm_topk_prob": True})},
-}
-ARCHITECTURES = tuple(_VARIANTS)
-
-# GGUF name -> Hugging Face name, outside of layers
-_GLOBAL_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-# GGUF name -> Hugging Face name, within a layer
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",
-    "attn_k_b": "self_attn.k_b_proj",
-    "attn_v_b": "self_attn.v_b_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "nextn.eh_proj": "eh_proj",
-    "nextn.embed_tokens": "embed_tokens",
-    "nextn.enorm": "enorm",
-    "nextn.hnorm": "hnorm",
-    "nextn.shared_head_head": "shared_head.head",
-    "nextn.shared_head_norm": "shared_head.norm",
-}
-_BLOCK = re.compile(r"blk\.(\d{1,4})\.(.+)\.(weight|bias)")
-_EXPERTS = re.compile(r"ffn_(gate|up|down)_(exps|shexp)")
-
-
-def gguf_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, StoredWeight]]:
-    """Return a model's tensors by their Hugging Face names, and the quantized ones among them."""
-    headers = read_model(path)
-    shared = _variant(headers)[0].shared
-    tensors = {}
-    outer_scales = {}  # by name of the weight that they multiply
-    for tensor in (tensor for header in headers for tensor in header.tensors):
-        if tensor.name == _ROPE_FACTORS:
-            continue  # part of the config
-        if tensor.name.endswith(".scale"):
-            weight = tensor.name.removesuffix(".scale") + ".weight"
-            outer_scales[_hugging_face_name(weight, shared)] = tensor
-            continue
-        name = _hugging_face_name(tensor.name, shared)
-        shape = tensor.shape
-        if name in tensors:
-            raise CheckpointError(
-                f"{path}: tensor {tensor.name!r} is in two files, or under two names in one"
-            )
-        if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
-            shape = (1, *shape)
-        tensors[name] = replace(tensor, name=name, shape=shape)
-    embedding = tensors.get("model.embed_tokens.weight")
-    if embedding and embedding.dtype in GGML_FORMATS:
-        # A tied LM head stays quantized, while the embedding table is dequantized.
-        tensors.setdefault("lm_head.weight", replace(embedding, name="lm_head.weight"))
-    stored = {}
-    for name, tensor in tensors.items():
-        if form := GGML_FORMATS.get(tensor.dtype):
-            # One tensor has both: each block of values begins or ends with its scales.
-            stored[name] = StoredWeight(form, values=tensor, scales=tensor)
-    for name, scale in outer_scales.items():
-        stored[name] = _with_outer_scale(path, stored.get(name), scale)
-    return tensors, stored
-
-
-def _with_outer_scale(path: Path, stored: StoredWeight | None, scale: TensorInfo) -> StoredWeight:
-    """Add the tensor that multiplies an NVFP4 weight: one number, or one for each expert."""
-    is_supported = stored is not None and stored.format.ggml == "NVFP4"
-    if stored is not None and is_supported:
-        shape = stored.values.shape
-        sizes = (1, shape[0]) if len(shape) == 3 else (1,)
-        is_supported = math.prod(scale.shape) in sizes
-    if stored is None or not is_supported:
-        raise CheckpointError(
-            f"{path}: tensor {scale.name!r} of shape {list(scale.shape)} is not supported: only "
-            "NVFP4 weights have scales beside them, one each or one for each expert"
-        )
-    return replace(stored, format=replace(stored.format, scales="F32"), outer_scale=scale)
-
-
-def _hugging_face_name(name: str, shared: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names are unchanged.
-
-    shared: the module of shared experts.
-    """
-    if (block := _BLOCK.fullmatch(name)) is None:
-        base, _, ending = name.rpartition(".")
-        return f"{_GLOBAL_NAMES[base]}.{ending}" if base in _GLOBAL_NAMES else name
-    layer, base, ending = block.groups()
-    if experts := _EXPERTS.fullmatch(base):
-        product = f"{experts[1]}_proj"
-        if experts[2] == "shexp":
-            new_name = f"{shared}.{product}.{ending}"
-        else:
-            suffix = "_bias" if ending == "bias" else ""
-            new_name = f"mlp.experts.{product}{suffix}"
-    elif base == "exp_probs_b":
-        new_name = "mlp.gate.e_score_correction_bias"
-    elif base == "attn_sinks":
-        new_name = "self_attn.sinks"
-    elif base in _LAYER_NAMES:
-        new_name = f"{_LAYER_NAMES[base]}.{ending}"
-    else:
-        return name
-    return f"model.layers.{layer}.{new_name}"
 
 
 def document(path: Path, name: str) -> dict[str, Any]:
@@ -333,7 +127,7 @@ def _tokenizer_config(meta: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _variant(headers: list[GGUFHeader]) -> tuple[_Variant, dict[str, Any]]:
+def architecture_of(headers: list[GGUFHeader]) -> tuple[GGUFArchitecture, dict[str, Any]]:
     """Return the architecture's variant, and the metadata whose keys begin with "ARCHITECTURE.".
 
     The returned keys are without this prefix.
@@ -342,12 +136,12 @@ def _variant(headers: list[GGUFHeader]) -> tuple[_Variant, dict[str, Any]]:
     """
     header = headers[0]
     name = header.metadata.get("general.architecture")
-    if name not in _VARIANTS:
+    if name not in ARCHITECTURES:
         shown = repr(name)[:80]
         raise CheckpointError(
             f"{header.path}: general.architecture is {shown}; supported as GGUF: "
-            f"{', '.join(_VARIANTS)}. Serve the model's safetensors checkpoint if docs/models.md "
-            "lists it"
+            f"{', '.join(ARCHITECTURES)}. Serve the model's safetensors checkpoint if "
+            "docs/models.md lists it"
         )
     prefix = f"{name}."
     arch_meta = {
@@ -355,29 +149,29 @@ def _variant(headers: list[GGUFHeader]) -> tuple[_Variant, dict[str, Any]]:
         for key, value in header.metadata.items()
         if key.startswith(prefix)
     }
-    is_sigmoid = arch_meta.get("expert_gating_func") == _SIGMOID
+    is_sigmoid = arch_meta.get("expert_gating_func") == SIGMOID
     if not arch_meta.get("expert_gating_func"):
         # Converters write the key only if config.json has it. Of the supported architectures with
         # several variants, only those with sigmoid scores have a bias of the scores.
         tensor_names = (tensor.name for each in headers for tensor in each.tensors)
         is_sigmoid = any(".exp_probs_b" in tensor_name for tensor_name in tensor_names)
-    for condition, variant in _VARIANTS[name].items():
+    for condition, variant in ARCHITECTURES[name].items():
         if arch_meta.get(condition) or (condition == "sigmoid" and is_sigmoid):
             return variant, arch_meta
-    return _VARIANTS[name][""], arch_meta
+    return ARCHITECTURES[name][""], arch_meta
 
 
 def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
     """Return the content of config.json. Raises CheckpointError for unsupported metadata."""
-    variant, arch_meta = _variant(headers)
+    arch, arch_meta = architecture_of(headers)
     path = headers[0].path
     meta = headers[0].metadata
     tensors = [tensor for header in headers for tensor in header.tensors]
     names = {tensor.name for tensor in tensors}
-    _check_keys(path, variant, arch_meta)
+    _check_keys(path, arch, arch_meta)
     values = Fields(path, arch_meta, {"expert_gating_func": 0, "nextn_predict_layers": 0})
-    if values.raw("expert_gating_func") not in (0, variant.gating):
-        raise values.error("expert_gating_func", f"{variant.architecture} has {variant.gating}")
+    if values.raw("expert_gating_func") not in (0, arch.gating):
+        raise values.error("expert_gating_func", f"{arch.architecture} has {arch.gating}")
     values.only(**{"attention.causal": True})
     embedding = next((tensor for tensor in tensors if tensor.name == "token_embd.weight"), None)
     if embedding is None:
@@ -385,18 +179,18 @@ def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
             f"{path}: the tensor 'token_embd.weight' is missing; this is not a language model"
         )
     heads = values.integer("attention.head_count", 1, _MAX_INTEGER)
-    config: dict[str, Any] = {**_DEFAULTS, "num_key_value_heads": heads, **variant.defaults}
-    for table in (_KEYS, variant.keys):
+    config: dict[str, Any] = {**_DEFAULTS, "num_key_value_heads": heads, **arch.defaults}
+    for table in (_KEYS, arch.keys):
         config |= {name: arch_meta[key] for key, name in table.items() if key in arch_meta}
     if "attention.kv_lora_rank" in arch_meta:
-        config |= _latent_attention(values, variant)
+        config |= _latent_attention(values, arch)
     else:
-        config |= _attention(values, variant)
+        config |= _attention(values, arch)
     if "attention_multiplier" in config and config["attention_multiplier"] is None:
         config["attention_multiplier"] = config["head_dim"] ** -0.5
     num_mtp_layers = values.integer("nextn_predict_layers", 0, _MAX_INTEGER)
     config |= {
-        "architectures": [variant.architecture],
+        "architectures": [arch.architecture],
         "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_q\.bias", name) for name in names),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
         "dtype": _dtype(tensors),
@@ -404,23 +198,24 @@ def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
         "num_hidden_layers": values.integer("block_count", 1, _MAX_INTEGER) - num_mtp_layers,
         "num_nextn_predict_layers": num_mtp_layers,
         "rope_factors": _rope_factors(tensors),
-        "rope_parameters": _rope(values, variant),
+        "rope_parameters": _rope(values, arch),
         "tie_word_embeddings": "output.weight" not in names,
         "vocab_size": embedding.shape[0],
     }
-    return config | _quantization_config(tensors)
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    return config | _quantization_config(tensors) | arch.config(values, shapes)
 
 
-def _check_keys(path: Path, variant: _Variant, arch_meta: Mapping[str, Any]) -> None:
+def _check_keys(path: Path, arch: GGUFArchitecture, arch_meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError for unknown keys, and for missing keys that no shape can verify."""
     for key in arch_meta:
-        if not any(key in known for known in (_KEYS, variant.keys, _OTHER_KEYS)):
+        if not any(key in known for known in (_KEYS, arch.keys, arch.other_keys, _OTHER_KEYS)):
             raise CheckpointError(
                 f"{path}: the metadata key {key[:80]!r} of its architecture is not known, and may "
                 "change what the model computes; serve the model's safetensors checkpoint"
             )
     expert_keys = ("expert_used_count",) if arch_meta.get("expert_count") else ()
-    for key in (*_REQUIRED, *variant.required, *expert_keys):
+    for key in (*_REQUIRED, *arch.required, *expert_keys):
         if key not in arch_meta:
             raise CheckpointError(
                 f"{path}: the metadata key {key!r} of its architecture is missing, and nothing "
@@ -428,7 +223,7 @@ def _check_keys(path: Path, variant: _Variant, arch_meta: Mapping[str, Any]) -> 
             )
 
 
-def _attention(values: Fields, variant: _Variant) -> dict[str, Any]:
+def _attention(values: Fields, arch: GGUFArchitecture) -> dict[str, Any]:
     """Return the config of attention with keys and values per head (MHA, GQA)."""
     arch_meta = values.values
     width = values.integer("embedding_length", 1, _MAX_INTEGER)
@@ -436,14 +231,14 @@ def _attention(values: Fields, variant: _Variant) -> dict[str, Any]:
     head_dim = arch_meta.get("attention.key_length") or width // heads
     if arch_meta.get("attention.value_length", head_dim) != head_dim:
         raise values.error("attention.value_length", f"supported: {head_dim}, the length of keys")
-    config = {"head_dim": head_dim, "rope_interleaved_rows": variant.interleaved_rope}
+    config = {"head_dim": head_dim, "rope_interleaved_rows": arch.interleaved_rope}
     rotary_dim = arch_meta.get("rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     return config
 
 
-def _latent_attention(values: Fields, variant: _Variant) -> dict[str, Any]:
+def _latent_attention(values: Fields, arch: GGUFArchitecture) -> dict[str, Any]:
     """Return the config of MLA (DeepSeek).
 
     Older files have the sizes of heads in key_length and value_length; newer ones have them in
@@ -464,12 +259,12 @@ def _latent_attention(values: Fields, variant: _Variant) -> dict[str, Any]:
         "n_group": groups,
         "topk_group": values.values.get("expert_group_used_count") or 1,
     }
-    if variant.gating == _SOFTMAX:
+    if arch.gating == SOFTMAX:
         config["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
     return config
 
 
-def _rope(values: Fields, variant: _Variant) -> dict[str, Any]:
+def _rope(values: Fields, arch: GGUFArchitecture) -> dict[str, Any]:
     """Return `rope_parameters`."""
     arch_meta = values.values
     kind = arch_meta.get(
@@ -484,7 +279,7 @@ def _rope(values: Fields, variant: _Variant) -> dict[str, Any]:
     if kind != "none":
         rope["factor"] = arch_meta.get("rope.scaling.factor")
     if kind == "yarn":
-        rope["truncate"] = variant.architecture != "GptOssForCausalLM"
+        rope["truncate"] = arch.architecture != "GptOssForCausalLM"
         names = {
             "original_context_length": "original_max_position_embeddings",
             "yarn_beta_fast": "beta_fast",
@@ -503,7 +298,7 @@ def _rope(values: Fields, variant: _Variant) -> dict[str, Any]:
 
 def _rope_factors(tensors: list[TensorInfo]) -> list[float] | None:
     """Read the scale factor of each rotary wavelength; None if the file has none."""
-    tensor = next((tensor for tensor in tensors if tensor.name == _ROPE_FACTORS), None)
+    tensor = next((tensor for tensor in tensors if tensor.name == ROPE_FACTORS), None)
     if tensor is None:
         return None
     if tensor.dtype != "F32" or len(tensor.shape) != 1:
@@ -545,6 +340,13 @@ def _dtype(tensors: list[TensorInfo]) -> str:
     for tensor in tensors:
         sizes[tensor.dtype] += math.prod(tensor.shape)
     return {"F32": "float32", "F16": "float16"}.get(sizes.most_common(1)[0][0], "bfloat16")
+
+
+def num_decoder_layers(path: Path, arch_meta: Mapping[str, Any]) -> int:
+    """Return the number of decoder layers, without those for multi-token prediction (MTP)."""
+    values = Fields(path, arch_meta, {"nextn_predict_layers": 0})
+    num_layers = values.integer("block_count", 1, _MAX_INTEGER)
+    return num_layers - values.integer("nextn_predict_layers", 0, num_layers)
 
 
 def _config_value(value: Any) -> Any:

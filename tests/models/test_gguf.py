@@ -12,7 +12,7 @@ import torch
 from moeserve.comm.world import World
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.gguf_config import ARCHITECTURES
+from moeserve.loader.gguf_architectures import ARCHITECTURES
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
 from moeserve.ops.native import native
