@@ -93,7 +93,7 @@ def environment() -> dict[str, Any]:
 
 def command_line() -> str:
     """Return the command as a reader would type it, with absolute paths cut to their last part."""
-    words = [re.sub(r"^(\w+=)?/.*/", r"\1", word) for word in sys.argv[1:]]
+    words = [re.sub(r"^([\w-]+=)?/.*/", r"\1", word) for word in sys.argv[1:]]
     return " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *words])
 
 
@@ -284,6 +284,11 @@ def peak_rss_bytes(process: psutil.Process) -> int:
 
 
 def weight_bytes(model: str) -> int:
-    """Return the size of a model directory's safetensors files ("demo": the one in the package)."""
+    """Return the size of a model's files of weights ("demo": the model in the package)."""
+    return sum(file.stat().st_size for file in weight_files(model))
+
+
+def weight_files(model: str) -> list[Path]:
+    """Return a model directory's safetensors files, or the GGUF file."""
     folder = ROOT / "moeserve/assets/demo" if model == "demo" else Path(model)
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))

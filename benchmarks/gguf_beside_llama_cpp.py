@@ -1,9 +1,9 @@
 """Accuracy of served GGUF files beside llama.cpp: greedy tokens and log probabilities.
 
-    python -m benchmarks.gguf_beside_llama_cpp DIR --llamacpp PYTHON
+    python -m benchmarks.gguf_beside_llama_cpp DIR --llamacpp PYTHON [--file FILE.gguf]
 
 PYTHON is an interpreter with llama-cpp-python; this one needs the package gguf. Three kinds of
-files are written to DIR:
+files are written to DIR (with --file, only the third, of FILE):
 
 1. the demo model as GGUF in F32, its experts padded with zeros to a multiple of 256 as K-quants
    require;
@@ -19,6 +19,9 @@ Prints and saves for each type:
                  position of the prompts and of the reference's greedy answers
     same_first   share of positions with the same most likely token
     greedy       answers whose tokens all equal the reference's
+
+With --file, prompts are conversations in the file's chat template, and prompt_ids is the number of
+prompts whose token ids are llama.cpp's.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from benchmarks.common import ROOT, parser, save
 from benchmarks.llama_cpp_logits import TYPES
 from moeserve import LLM, SamplingParams
 from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Tokenizer
 from tests.gguf_files import write_gguf
 
@@ -63,13 +67,17 @@ def main() -> None:
     flags.add_argument(
         "--llamacpp", required=True, metavar="PYTHON", help="an interpreter with llama-cpp-python"
     )
+    flags.add_argument("--file", type=Path, help="compare this file instead of the demo model's")
     flags.add_argument("--types", nargs="+", default=list(TYPES), choices=TYPES)
     flags.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    save("gguf-beside-llama-cpp", args := flags.parse_args(), run(args))
+    args = flags.parse_args()
+    save("gguf-file-beside-llama-cpp" if args.file else "gguf-beside-llama-cpp", args, run(args))
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     args.dir.mkdir(parents=True, exist_ok=True)
+    if args.file:
+        return run_file(args)
     plain = args.dir / "F32.gguf"
     if not plain.exists():
         write_demo(plain)
@@ -81,20 +89,42 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         dequantized = args.dir / f"{kind}-f32.gguf"
         if not file.exists():
             llama_cpp(args.llamacpp, "quantize", plain, file, kind)
-        if not dequantized.exists():
-            write_dequantized(file, dequantized)
-        case = {"prompts": prompts, "texts": prompts, "max_tokens": MAX_TOKENS, "top": TOP}
-        answers = llama_cpp(args.llamacpp, "run", dequantized, case=case)["greedy"]
-        case["texts"] = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        exact = llama_cpp(args.llamacpp, "run", dequantized, case=case)
-        found = {"llama.cpp": llama_cpp(args.llamacpp, "run", file, case=case)}
-        for dtype in args.dtypes:
-            for activations in ("int8", "float"):
-                found[f"moeserve {dtype} {activations}"] = moeserve(file, case, dtype, activations)
-        results["version"] = exact["version"]
-        results[kind] = {name: compared(exact, one) for name, one in found.items()}
-        print(kind, json.dumps(results[kind], indent=1), flush=True)
+        results |= compare(args, file, dequantized, prompts, kind)
     return results
+
+
+def run_file(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare one file, and the ids of its prompts."""
+    tokenizer = Tokenizer.load(args.file)
+    template = ChatTemplate.load(args.file)
+    assert template is not None, f"{args.file} has no chat template"
+    texts = [template.render(tokenizer, [{"role": "user", "content": text}]) for text in PROMPTS]
+    prompts = [tokenizer.encode_prompt(text) for text in texts]
+    case = {"prompts": [], "texts": [], "strings": texts, "max_tokens": 0, "top": TOP}
+    theirs = llama_cpp(args.llamacpp, "run", args.file, case=case)["ids"]
+    same = sum(ours == ids for ours, ids in zip(prompts, theirs, strict=True))
+    dequantized = args.dir / f"{args.file.stem}-f32.gguf"
+    results = compare(args, args.file, dequantized, prompts, args.file.stem)
+    return {**results, "prompt_ids": f"{same} of {len(prompts)}"}
+
+
+def compare(
+    args: argparse.Namespace, file: Path, dequantized: Path, prompts: list[list[int]], name: str
+) -> dict[str, Any]:
+    """Compare llama.cpp and moeserve on `file` with llama.cpp on the dequantized file."""
+    if not dequantized.exists():
+        write_dequantized(file, dequantized)
+    case = {"prompts": prompts, "texts": prompts, "max_tokens": MAX_TOKENS, "top": TOP}
+    answers = llama_cpp(args.llamacpp, "run", dequantized, case=case)["greedy"]
+    case["texts"] = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    exact = llama_cpp(args.llamacpp, "run", dequantized, case=case)
+    found = {"llama.cpp": llama_cpp(args.llamacpp, "run", file, case=case)}
+    for dtype in args.dtypes:
+        for activations in ("int8", "float"):
+            found[f"moeserve {dtype} {activations}"] = moeserve(file, case, dtype, activations)
+    result = {engine: compared(exact, one) for engine, one in found.items()}
+    print(name, json.dumps(result, indent=1), flush=True)
+    return {"version": exact["version"], name: result}
 
 
 def llama_cpp(python: str, *words: Any, case: dict[str, Any] | None = None) -> Any:
@@ -177,7 +207,8 @@ def write_demo(path: Path) -> None:
 def write_dequantized(source: Path, out: Path) -> None:
     """Write `source` with all weights dequantized to F32."""
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(out, "qwen3moe")
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(out, architecture)
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             kind = field.types[0]

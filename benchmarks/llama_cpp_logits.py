@@ -6,7 +6,7 @@
 
 `run` reads {"prompts": [[5, 6]], "texts": [[5, 6, 7]], "max_tokens": 2, "top": 20} and prints JSON:
 the greedy tokens after each prompt, and the most likely tokens with their log probabilities at each
-position of each text. The KV cache is fp32.
+position of each text. The KV cache is fp32. With "strings", it also prints their token ids.
 
 `decode` reads {"tokens": [5, 6, 7], "timed": 2, "threads": 2}, decodes the tokens one by one from a
 mapped file, and prints the seconds of each of the last `timed` ones.
@@ -91,7 +91,8 @@ def run(model: str, case: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
 
     plain_buffers()
-    longest = max(len(text) for text in case["texts"] + case["prompts"]) + case["max_tokens"]
+    longest = max((len(text) for text in case["texts"] + case["prompts"]), default=1)
+    longest += case["max_tokens"]
     llm = llama_cpp.Llama(
         model,
         n_ctx=longest + 8,
@@ -132,7 +133,10 @@ def run(model: str, case: dict[str, Any]) -> dict[str, Any]:
                 for row, ids in zip(rows, best, strict=True)
             ]
         )
-    return {"version": llama_cpp.__version__, "greedy": greedy, "tops": tops}
+    ids = [
+        llm.tokenize(text.encode(), add_bos=False, special=True) for text in case.get("strings", [])
+    ]
+    return {"version": llama_cpp.__version__, "greedy": greedy, "tops": tops, "ids": ids}
 
 
 if __name__ == "__main__":

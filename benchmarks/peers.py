@@ -1,13 +1,14 @@
 """Tokens per second beside other engines: same checkpoint, prompts and cores, in turns.
 
     python -m benchmarks.peers MODEL --engine moeserve --engine vllm=PYTHON \\
-        --engine llamacpp=PYTHON --gguf FILE
+        --engine llamacpp=PYTHON --engine ik_llama=DIR --gguf FILE
     python -m benchmarks.peers MODEL --engine moeserve --engine moeserve-int8 \\
         --case decode-1 --what quantized
 
 PYTHON is the interpreter of an environment that has the engine (peers.md says how to make one); the
-default is this one. Each engine loads once and is stopped by SIGSTOP while another one runs.
-Nothing else may run: engines with spinning threads collapse beside other work.
+default is this one. DIR has ik_llama.cpp's sources and build/. Each engine loads once and is
+stopped by SIGSTOP while another one runs. Nothing else may run: engines with spinning threads
+collapse beside other work.
 
 Every case and round begins with the machine's read and FLOP rates, which give the floor. A decode
 rate counts the tokens after the first, because the time of the same prompts with one token is
@@ -37,7 +38,7 @@ from typing import Any
 import psutil
 
 from benchmarks.common import RESULTS, ROOT, end_as_asked, parser, save
-from benchmarks.peers_engine import ENGINES
+from benchmarks.peers_engine import ENGINES, OF_SOURCES
 from benchmarks.peers_floor import Case, Rates, compiled_machine, floor_tokens_per_s
 from moeserve.models.hf_config import read_model_spec
 
@@ -54,7 +55,7 @@ CASES = {
     )
 }
 USUAL = list(CASES)[:5]
-OF_GGUF = ("llamacpp", "moeserve-gguf")
+OF_GGUF = ("llamacpp", "moeserve-gguf", *OF_SOURCES)
 START = "start"  # case: seconds from a process's start to its first answer
 # Touches every weight: maps files and grows buffers.
 WARM_UP = Case("warm-up", batch=4, prompt_tokens=512, new_tokens=8)
@@ -115,9 +116,13 @@ def environment_of(name: str, python: str, threads: int) -> dict[str, str]:
 
 @contextmanager
 def started(
-    name: str, python: str, model: Path, threads: int, log: Path, **env: str
+    name: str, place: str, model: Path, threads: int, log: Path, **env: str
 ) -> Iterator[tuple[Engine, float]]:
-    """Yield an engine after its first answer, and the seconds from its start to that answer."""
+    """Yield an engine after its first answer, and the seconds from its start to that answer.
+
+    place: the engine's interpreter, or the folder of its sources for engines in OF_SOURCES.
+    """
+    python = sys.executable if name in OF_SOURCES else place
     command = [
         python,
         str(ROOT / "benchmarks/peers_engine.py"),
@@ -125,6 +130,7 @@ def started(
         str(model),
         "--threads",
         str(threads),
+        *(["--sources", place] if name in OF_SOURCES else []),
     ]
     begun_s = time.perf_counter()
     with log.open("w") as errors:
@@ -199,9 +205,13 @@ def arguments() -> argparse.Namespace:
     flags = parser(__doc__)
     flags.add_argument("model", type=Path, help="Hugging Face directory")
     flags.add_argument(
-        "--engine", action="append", required=True, metavar="NAME[=PYTHON]", help=", ".join(ENGINES)
+        "--engine",
+        action="append",
+        required=True,
+        metavar="NAME[=PYTHON|=DIR]",
+        help=", ".join([*ENGINES, *OF_SOURCES]),
     )
-    flags.add_argument("--gguf", type=Path, help="the same weights for llamacpp and moeserve-gguf")
+    flags.add_argument("--gguf", type=Path, help=f"the same weights for {', '.join(OF_GGUF)}")
     flags.add_argument(
         "--weight-bytes", type=float, default=2, help="bytes per parameter, for the floor [2]"
     )
@@ -222,10 +232,13 @@ def arguments() -> argparse.Namespace:
     args = flags.parse_args()
     args.case = args.case or USUAL
     for pair in args.engine:
-        if pair.partition("=")[0] not in ENGINES:
-            flags.error(f"no engine {pair.partition('=')[0]!r}: there are {', '.join(ENGINES)}")
-        if pair.partition("=")[0] in OF_GGUF and args.gguf is None:
+        name, _, place = pair.partition("=")
+        if name not in ENGINES and name not in OF_SOURCES:
+            flags.error(f"no engine {name!r}: there are {', '.join([*ENGINES, *OF_SOURCES])}")
+        if name in OF_GGUF and args.gguf is None:
             flags.error(f"{pair} needs --gguf FILE")
+        if name in OF_SOURCES and not list(Path(place, "build").rglob("libllama.so")):
+            flags.error(f"{pair}: there is no build/**/libllama.so in {place or 'it'}")
     return args
 
 
@@ -246,11 +259,11 @@ def measure(
     machine = stack.enter_context(compiled_machine(args.threads))
     engines = []
     for pair in args.engine:
-        name, _, python = pair.partition("=")
+        name, _, place = pair.partition("=")
         target = args.gguf if name in OF_GGUF else args.model
         log = RESULTS / f"{name}.log"
         engine, seconds = stack.enter_context(
-            started(name, python or sys.executable, target, args.threads, log)
+            started(name, place or sys.executable, target, args.threads, log)
         )
         engines.append(engine)
         yield {

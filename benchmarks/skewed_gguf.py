@@ -49,8 +49,11 @@ def expert_bytes(layers: int, experts: int) -> int:
     return layers * experts * 3 * HIDDEN * EXPERT // BLOCK * BLOCK_BYTES
 
 
-def write(path: Path, layers: int, experts: int, zipf: float) -> None:
-    """Write the model with the demo's tokenizer."""
+def write(path: Path, layers: int, experts: int, zipf: float, *, alike: bool = False) -> None:
+    """Write the model with the demo's tokenizer.
+
+    alike: layers have the same matrices, so that one layer fits into memory at a time.
+    """
     folder = resolve_model_dir("demo")
     vocab_size = len(json.loads(Tokenizer.load(folder).backend.to_str())["model"]["vocab"])
     writer = gguf.GGUFWriter(path, "minimax-m2")
@@ -60,18 +63,24 @@ def write(path: Path, layers: int, experts: int, zipf: float) -> None:
     writer.add_float32("minimax-m2.attention.layer_norm_rms_epsilon", 1e-6)
     add_tokenizer(writer, folder)
     rng = np.random.default_rng(0)
+    written: dict[tuple[float, ...], NDArray[np.uint8]] = {}
 
     def matrix(name: str, *shape: int, scale: float = 0.005) -> None:
         """Add a matrix of random integers from -7 to 7, times the scale.
 
         -8 is left out because the mean would not be 0, and all outputs would be alike.
         """
-        nibbles = rng.integers(
-            1, 16, (2, *shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES), dtype=np.uint8
-        )
-        blocks = nibbles[0] | nibbles[1] << 4
-        blocks[..., :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
-        writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=Q4_0)
+        key = (*shape, scale)
+        if key not in written:
+            nibbles = rng.integers(
+                1, 16, (2, *shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES), dtype=np.uint8
+            )
+            blocks = nibbles[0] | nibbles[1] << 4
+            blocks[..., :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+            written[key] = blocks.reshape(*shape[:-1], -1)
+        writer.add_tensor(name, written[key], raw_dtype=Q4_0)
+        if not alike:
+            written.clear()
 
     def plain(name: str, values: NDArray[Any]) -> None:
         writer.add_tensor(name, values.astype(np.float32))

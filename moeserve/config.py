@@ -17,7 +17,8 @@ from moeserve.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Activations = Literal["auto", "float", "int8"]
-Lossless = Literal["off", "experts", "all"]
+Lossless = Literal["auto", "off", "experts", "all"]
+KVCacheDtype = Literal["auto", "float", "int8"]
 DEMO = "demo"
 # The number of SMs in DeepEP's published bandwidths. It leaves four fifths of the 132 SMs of an
 # H100 or H200 to computation.
@@ -46,13 +47,12 @@ class ModelConfig:
 
     model: str = _yaml(
         DEMO,
-        "Hugging Face model directory, GGUF file (the first file of a split model), or 'demo' for "
-        "the built-in model",
+        "name on a Hugging Face hub (owner/name[@REVISION][:QUANT]), model directory, GGUF file, "
+        "or 'demo' for the built-in model",
     )
     served_model_name: str | None = _opt(
         None,
-        "model name in the API; comma-separated aliases may follow (default: the directory's or "
-        "file's name)",
+        "model name in the API; comma-separated aliases may follow (default: its own name)",
     )
     load_format: Literal["auto", "dummy"] = _yaml(
         "auto",
@@ -70,9 +70,10 @@ class ModelConfig:
         "of 32; auto: int8 if the checkpoint format does so, as GGUF does",
     )
     lossless_compression: Lossless = _yaml(
-        "off",
+        "auto",
         "which bf16 weights to compress to 12 bits (CPU with AVX512-BF16): experts or all linear "
-        "layers; tokens are unchanged, and small batches decode faster",
+        "layers; tokens are unchanged, and small batches decode faster; auto: none, unless --fit "
+        "needs it",
     )
     packed_cache: str | None = _yaml(
         None,
@@ -88,11 +89,17 @@ class ModelConfig:
     expert_memory: int | None = _yaml(
         None,
         "bytes of experts that each rank keeps in memory, e.g. 6GiB; other experts are read from "
-        "the packed cache on demand (CPU; default: all experts are in memory)",
+        "the packed cache on demand (CPU; default: all experts are in memory, unless --fit needs "
+        "less)",
         low=1,
     )
     max_model_len: int | None = _opt(
         None, "maximum length of prompt plus answer in tokens (default: as much as fits)", low=1
+    )
+    fit: Literal["on", "off"] = _yaml(
+        "on",
+        "if the model does not fit into memory: on: choose settings with which it does, among "
+        "those that are not given (docs/desktop.md); off: refuse to start",
     )
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
     tool_format: str | None = _opt(
@@ -119,9 +126,10 @@ class CacheConfig:
     """The KV cache and the prefix cache."""
 
     block_size: int = _yaml(16, "tokens per KV block; must divide 64 or be a multiple of it", low=1)
-    kv_cache_dtype: Literal["auto", "int8"] = _yaml(
+    kv_cache_dtype: KVCacheDtype = _yaml(
         "auto",
-        "dtype of the KV cache; auto: that of activations; int8: quantized, half the bytes of bf16",
+        "dtype of the KV cache; float: that of activations; int8: quantized, half the bytes of "
+        "bf16; auto: float, unless --fit needs int8",
     )
     kv_cache_bytes: int | None = _opt(
         None, "size of the KV cache, e.g. 2GiB (default: from free memory)", low=1

@@ -209,6 +209,10 @@ class CheckpointError(ConfigError):
     exit_code = 3
 
 
+class IncompressibleWeights(CheckpointError):
+    """The values of a weight do not allow `lossless_compression`."""
+
+
 class AddressInUse(ConfigError):
     """Another process listens on the address."""
 

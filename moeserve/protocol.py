@@ -334,6 +334,9 @@ class StatusResponse(Struct, kw_only=True):
     phase: str
     percent: int  # of the phase
     elapsed_s: float  # since the phase began
+    # Once the model is loaded: settings that were chosen so that it fits into memory, and their
+    # cost.
+    notes: tuple[str, ...] = ()
 
 
 # GET /v1/experts: L MoE layers, E experts, R ranks; times in seconds, counters since the start

@@ -87,6 +87,15 @@ QWEN_NEXT: Options = {
     "shared_expert_intermediate_size": 48, "head_dim": 32, "linear_num_key_heads": 4,
     "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
 }  # fmt: skip
+QWEN3_5: Options = {
+    **QWEN_NEXT,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5,
+                        "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+}  # fmt: skip
+NEMOTRON_H: Options = {
+    "head_dim": 32, "mamba_num_heads": 8, "n_groups": 4, "ssm_state_size": 24, "time_step_min": 0.3,
+    "time_step_limit": [0.0, 9.0],
+}  # fmt: skip
 # Family -> (prefix of the transformers class, options of its config besides SMALL).
 FAMILIES: dict[str, tuple[str, Options]] = {
     "qwen3_moe": (
@@ -261,15 +270,11 @@ FAMILIES: dict[str, tuple[str, Options]] = {
         },
     ),
     "qwen3_next": ("Qwen3Next", {**QWEN_NEXT, "partial_rotary_factor": 0.25}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", {**QWEN3_5, "num_experts_per_tok": 4}),
     "qwen3_5_moe": (
         "Qwen3_5Moe",
         {
-            "text_config": {
-                **QWEN_NEXT,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 5e6,
-                                    "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2],
-                                    "mrope_interleaved": True},
-            },
+            "text_config": QWEN3_5,
             "vision_config": {
                 "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
                 "out_hidden_size": 64, "num_position_embeddings": 16,
@@ -302,11 +307,16 @@ FAMILIES: dict[str, tuple[str, Options]] = {
     "nemotron_h": (
         "NemotronH",
         {
-            **ROUTED, "head_dim": 32,
+            **ROUTED, **NEMOTRON_H, "num_hidden_layers": 5, "mamba_head_dim": 12,
             "layers_block_type": ["linear_attention", "moe", "linear_attention", FULL, "mlp"],
             "moe_shared_expert_intermediate_size": 80, "n_group": 4, "topk_group": 2,
-            "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 4, "ssm_state_size": 24,
-            "time_step_min": 0.3, "num_hidden_layers": 5, "time_step_limit": [0.0, 9.0],
+        },
+    ),
+    "nemotron_h_dense": (
+        "NemotronH",
+        {
+            **NEMOTRON_H, "num_hidden_layers": 4, "mamba_head_dim": 16,
+            "layers_block_type": ["linear_attention", "mlp", FULL, "mlp"],
         },
     ),
     "flex_olmo": ("FlexOlmo", EXPERTS),

@@ -14,20 +14,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moeserve.text.tokenizer import Tokenizer
-from tests.families import YARN
+from tests.gguf_families import latent, recurrent, standard, windows
+from tests.gguf_families.group import Tensors
 
+GROUPS = (latent.GROUP, recurrent.GROUP, standard.GROUP, windows.GROUP)
 FAMILIES = {  # family of tests/families.py -> architecture in GGUF
-    "qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "mixtral": "llama", "llama": "llama",
-    "qwen2": "qwen2", "qwen3": "qwen3", "olmoe": "olmoe", "granite_moe": "granitemoe",
-    "granite_moe_shared": "granitemoe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe",
-    "dots1": "dots1", "minimax_m2": "minimax-m2", "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2",
-}  # fmt: skip
-OPTIONS = {  # config overrides: values that llama.cpp assumes, because it has no key for them
-    "gpt_oss": {"swiglu_limit": 7.0},
-    "dots1": {"sliding_window": None},
-    "deepseek_v2": {"rope_parameters": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.9}},
-}  # fmt: skip
+    family: arch for group in GROUPS for family, arch in group.architectures.items()
+}
+OPTIONS = {family: options for group in GROUPS for family, options in group.options.items()}
 Choose = Callable[[str, tuple[int, ...]], gguf.GGMLQuantizationType]
 KINDS = (
     "Q4_0",
@@ -140,6 +134,8 @@ def write_gguf(
     split: int = 0,
     meaning: bool = False,
     outer_scales: bool = False,
+    fused: bool = False,
+    change: Callable[[Tensors], Tensors] = lambda tensors: tensors,
     **metadata: Any,
 ) -> Path:
     """Write a family's checkpoint as GGUF; return the (first) file.
@@ -147,16 +143,22 @@ def write_gguf(
     choose gives the type of each tensor; quantized ones get random blocks. metadata replaces the
     keys that a converter writes; None omits a key. split is the number of tensors per file. With
     `meaning`, quantized tensors are written dequantized, in fp32. outer_scales: quantized tensors
-    have scales beside them, one or one for each expert.
+    have scales beside them, one or one for each expert. fused: gates and ups of experts are one
+    tensor. change: changes the tensors before they are written.
     """
     arch = FAMILIES[name]
+    group = next(group for group in GROUPS if name in group.architectures)
     config = json.loads((checkpoint / "config.json").read_text())
+    config |= config.get("text_config", {})
+    tensors = change(group.tensors(name, config, load_file(checkpoint / "model.safetensors")))
+    if fused:
+        tensors = _fused(tensors)
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
-    for key, value in (_metadata(arch, config) | metadata).items():
-        _add(writer, f"{arch}.{key}", value)
+    for key, value in (group.metadata(name, config) | metadata).items():
+        add(writer, f"{arch}.{key}", value)
     if tokenizer:
         add_tokenizer(writer, tokenizer)
-    for theirs, tensor in _tensors(name, arch, config, load_file(checkpoint / "model.safetensors")):
+    for theirs, tensor in tensors.items():
         data = tensor.float().contiguous().numpy()
         kind = choose(theirs, tuple(tensor.shape))
         if kind in (F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16):
@@ -175,8 +177,6 @@ def write_gguf(
         writer.add_tensor(theirs, data, raw_dtype=kind)
         if outer_scales:
             writer.add_tensor(theirs.replace(".weight", ".scale"), outer)
-    if (rope := config.get("rope_parameters") or {}).get("rope_type") == "llama3":
-        writer.add_tensor("rope_freqs.weight", _rope_freqs(rope, config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file(progress=False)
@@ -184,15 +184,15 @@ def write_gguf(
     return path if not split else min(path.parent.glob(f"{path.stem}-*"))
 
 
-def _rope_freqs(rope: dict[str, Any], config: dict[str, Any]) -> np.ndarray:
-    """Return Llama 3.1's factor for each wavelength, as llama.cpp's converter does."""
-    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, size, 2) / size)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    smooth = (rope["original_max_position_embeddings"] / waves - low) / (high - low)
-    kept = smooth.clip(0, 1)
-    factors: np.ndarray = 1 / ((1 - kept) / rope["factor"] + kept)
-    return factors.astype(np.float32)
+def _fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with ffn_gate_up_exps: gates, then ups."""
+    found = {}
+    for name, tensor in tensors.items():
+        if "ffn_up_exps" in name and (gate := name.replace("_up_", "_gate_")) in tensors:
+            found[name.replace("_up_", "_gate_up_")] = torch.cat((tensors[gate], tensor), 1)
+        elif "ffn_gate_exps" not in name:
+            found[name] = tensor
+    return found
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
@@ -217,7 +217,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     )
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -228,129 +228,3 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_string(key, value)
     elif value is not None:
         writer.add_array(key, value)
-
-
-_KEYS = {
-    "num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "head_dim": "attention.key_length",
-    "num_experts": "expert_count", "num_local_experts": "expert_count",
-    "n_routed_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "n_shared_experts": "expert_shared_count",
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-    "shared_intermediate_size": "expert_shared_feed_forward_length",
-    "n_group": "expert_group_count", "topk_group": "expert_group_used_count",
-    "routed_scaling_factor": "expert_weights_scale", "norm_topk_prob": "expert_weights_norm",
-    "first_k_dense_replace": "leading_dense_block_count", "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale", "clip_qkv": "attention.clamp_kqv",
-    "q_lora_rank": "attention.q_lora_rank", "kv_lora_rank": "attention.kv_lora_rank",
-}  # fmt: skip
-
-
-def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:  # noqa: C901
-    values = {key: config[name] for name, key in _KEYS.items() if config.get(name) is not None}
-    if arch in ("qwen3moe", "qwen2moe", "olmoe"):
-        values.pop("expert_weights_norm", None)
-    rope = config.get("rope_parameters") or {}
-    values["rope.freq_base"] = float(rope.get("rope_theta", config.get("rope_theta", 1e4)))
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    if "attention.key_length" in values:
-        values["attention.value_length"] = head
-    if arch == "gpt-oss":
-        values |= {"attention.sliding_window": config["sliding_window"]}
-    if arch in ("gpt-oss", "minimax-m2"):
-        values["expert_feed_forward_length"] = config["intermediate_size"]
-    if arch in ("llama", "granitemoe"):
-        values |= {"rope.dimension_count": head, "vocab_size": config["vocab_size"]}
-    if arch == "glm4moe":
-        values |= {
-            "rope.dimension_count": int(head * rope["partial_rotary_factor"]),
-            "nextn_predict_layers": 0,
-        }
-    if arch == "minimax-m2":
-        values["rope.dimension_count"] = config["rotary_dim"]
-    if arch in ("glm4moe", "minimax-m2", "dots1"):
-        values["expert_gating_func"] = gguf.ExpertGatingFuncType.SIGMOID.value
-    if arch == "deepseek2":
-        rank = config["kv_lora_rank"]
-        nope = config["qk_nope_head_dim"]
-        rotated = config["qk_rope_head_dim"]
-        sigmoid = "n_group" in config and config["architectures"] == ["DeepseekV3ForCausalLM"]
-        values |= {
-            "attention.head_count_kv": 1, "attention.key_length": rank + rotated,
-            "attention.value_length": rank, "attention.key_length_mla": nope + rotated,
-            "attention.value_length_mla": config["v_head_dim"], "rope.dimension_count": rotated,
-            "expert_gating_func": 2 if sigmoid else 1,
-        }  # fmt: skip
-    if rope.get("rope_type") == "yarn":
-        values |= {
-            "rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"]),
-            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
-        }  # fmt: skip
-        if "mscale_all_dim" in rope:
-            values["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
-    return values
-
-
-def _permuted(tensor: Tensor, heads: int) -> Tensor:
-    return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-def _tensors(  # noqa: C901
-    name: str, arch: str, config: dict[str, Any], tensors: dict[str, Tensor]
-) -> list[tuple[str, Tensor]]:
-    kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
-    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
-    experts: dict[str, dict[int, Tensor]] = {}
-    found: list[tuple[str, Tensor]] = []
-
-    def put(theirs: str, tensor: Tensor) -> None:
-        new = names.get_name(
-            theirs.replace("e_score_correction_bias", "e_score_correction.bias"),
-            try_suffixes=(".weight", ".bias"),
-        )
-        assert new is not None, theirs
-        found.append((new, tensor))
-
-    for theirs, tensor in tensors.items():
-        if theirs.startswith(f"model.layers.{config['num_hidden_layers']}."):
-            continue  # MTP layers, which this converter omits
-        head, _, last = theirs.rpartition(".")
-        if "q_proj" in theirs and arch in ("llama", "granitemoe"):
-            put(theirs, _permuted(tensor, config["num_attention_heads"]))
-        elif "k_proj" in theirs and arch in ("llama", "granitemoe"):
-            put(theirs, _permuted(tensor, config["num_key_value_heads"]))
-        elif ".experts." in theirs and (parts := theirs.split(".experts."))[1][0].isdigit():
-            number, _, rest = parts[1].partition(".")
-            experts.setdefault(f"{parts[0]}.experts.{rest}", {})[int(number)] = tensor
-        elif theirs.endswith("experts.gate_up_proj"):
-            gate, up = (
-                (tensor.mT[:, ::2], tensor.mT[:, 1::2]) if arch == "gpt-oss" else tensor.chunk(2, 1)
-            )
-            put(f"{head}.gate_proj.weight", gate)
-            put(f"{head}.up_proj.weight", up)
-        elif theirs.endswith("experts.gate_up_proj_bias"):
-            put(f"{head}.gate_proj.bias", tensor[:, ::2])
-            put(f"{head}.up_proj.bias", tensor[:, 1::2])
-        elif theirs.endswith("experts.down_proj_bias"):
-            put(f"{head}.down_proj.bias", tensor)
-        elif theirs.endswith("experts.down_proj"):
-            put(f"{theirs}.weight", tensor.mT if arch == "gpt-oss" else tensor)
-        elif theirs.endswith("input_linear.weight"):
-            block = theirs.split(".")[2]
-            which = "shexp" if "shared_mlp" in theirs else "exps"
-            for part, half in zip(("gate", "up"), tensor.chunk(2, -2), strict=True):
-                found.append((f"blk.{block}.ffn_{part}_{which}.weight", half))
-        elif theirs.endswith("kv_b_proj.weight"):
-            both = tensor.reshape(config["num_attention_heads"], -1, *tensor.shape[1:])
-            keys, values = torch.split(both, [config["qk_nope_head_dim"], config["v_head_dim"]], 1)
-            put(theirs.replace("kv_b_proj", "k_b_proj"), keys.mT)
-            put(theirs.replace("kv_b_proj", "v_b_proj"), values)
-        else:
-            put(theirs + ".weight" if last == "sinks" else theirs, tensor.squeeze())
-    for theirs, each in experts.items():
-        put(theirs, torch.stack([each[i] for i in range(len(each))]))
-    return found

@@ -36,7 +36,7 @@ LAYER: dict[str, Options] = {
 }
 # Keys that config.json needs for the head, if transformers does not write them.
 KEYS: dict[str, Options] = {
-    **{name: {"mtp_num_hidden_layers": 1} for name in ("qwen3_moe", "qwen3_5_moe")},
+    **{name: {"mtp_num_hidden_layers": 1} for name in ("qwen3_moe", "qwen3_5_moe", "qwen3_next")},
     **{name: {"num_nextn_predict_layers": 1} for name in ("glm_moe_dsa", "glm4_moe_lite")},
 }
 SPELLED = {  # parts of tensor names: transformers' -> published
@@ -66,15 +66,18 @@ class Head:
 
     @torch.no_grad()
     def hidden(self, inputs: Tensor) -> Tensor:
-        return self.layer(inputs_embeds=inputs[None]).last_hidden_state[0]
+        hidden: Tensor = self.layer(inputs_embeds=inputs[None]).last_hidden_state[0]
+        return hidden
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.target.lm_head(hidden).float()
+        logits: Tensor = self.target.lm_head(hidden).float()
+        return logits
 
     @torch.no_grad()
     def target_hidden(self, tokens: Sequence[int]) -> Tensor:
-        return text_model(self.target)(torch.tensor([tokens])).last_hidden_state[0]
+        found: Tensor = text_model(self.target)(torch.tensor([tokens])).last_hidden_state[0]
+        return found
 
 
 def text_model(model: Any) -> Any:
@@ -125,7 +128,7 @@ def write_mtp_checkpoint(name: str, path: Path, **overrides: Any) -> Head:
         {key: tensor.contiguous() for key, tensor in (load_file(file) | tensors).items()}, file
     )
     _add_keys(path, KEYS.get(name, {}))
-    return Head(path, target, layer, *norms, product)
+    return Head(path, target, layer, norms[0], norms[1], product)
 
 
 def _add_keys(path: Path, keys: Options) -> None:

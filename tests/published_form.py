@@ -151,7 +151,7 @@ def _step3p5(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
         "swiglu_limits_shared": [*text["swiglu_limits_shared"], 0.0],
         "rope_theta": [each["rope_theta"] for each in rope],
         "partial_rotary_factors": [each["partial_rotary_factor"] for each in rope],
-        "rope_scaling": {key: full[key] for key in LLAMA3 if key != "rope_theta"},
+        "rope_scaling": {key: full[key] for key in LLAMA3 if key in full and key != "rope_theta"},
         "yarn_only_types": [FULL], "use_head_wise_attn_gate": True, "use_moe_router_bias": True,
         "moe_router_activation": "sigmoid", "norm_expert_weight": True, "need_fp32_gate": True,
         "attention_other_setting": {"attention_type": SLIDING, "num_attention_heads": 6,
@@ -177,6 +177,23 @@ def _mimo_v2_flash(config: Options, tensors: Tensors) -> tuple[Options, Tensors]
         "sliding_window_size": config["sliding_window"] - 1,
     }  # fmt: skip
     return config, tensors | {"model.mtp.layers.0.eh_proj.weight": torch.ones(2, 2)}
+
+
+def _granite_moe_hybrid(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """The releases' names of kinds of layers."""
+    names = {"linear_attention": "mamba", FULL: "attention"}
+    return config | {"layer_types": [names[kind] for kind in config["layer_types"]]}, tensors
+
+
+def _nemotron_h_dense(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """The releases' pattern of layers, without keys of experts."""
+    letters = {"linear_attention": "M", FULL: "*", "mlp": "-"}
+    kinds = config.pop("layers_block_type")
+    config = {key: value for key, value in config.items() if "moe" not in key and "exp" not in key}
+    return config | {
+        "expand": 2, "hybrid_override_pattern": "".join(letters[kind] for kind in kinds),
+        "num_hidden_layers": len(kinds),
+    }, tensors  # fmt: skip
 
 
 def _qwen3_vl_moe(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
@@ -217,8 +234,10 @@ PUBLISHED: dict[str, Rewrite] = {
     "ernie4_5_moe": _with_mtp(
         "model.mtp_block.0.input_layernorm.weight model.mtp_linear_proj.0.weight"
     ),
+    "granite_moe_hybrid": _granite_moe_hybrid,
     "kimi_k25": _kimi_k25,
     "kimi_linear": _kimi_linear,
+    "nemotron_h_dense": _nemotron_h_dense,
     "qwen3_5_moe": _with_mtp("mtp.fc.weight"),
     "qwen3_next": _with_mtp("mtp.fc.weight"),
     "exaone_moe": _with_mtp("mtp.fc.weight mtp.layers.0.input_layernorm.weight"),

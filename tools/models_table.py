@@ -47,9 +47,10 @@ refused with the name of the key.
   time and memory ([security.md](security.md)).
 - **Symbolic links** may point to files below the model's folder, and from a snapshot of the Hugging
   Face cache to its `blobs`. Other links are refused.
-- **Names.** A model is a folder, a GGUF file (`model.gguf`, `X.GGUF`, a blob of Ollama), or a copy
-  in the Hugging Face cache: `org/name`, and `org/name/Q4` or `org/name/file.gguf` for a folder or a
-  file in it.
+- **Names.** A model is a folder, a GGUF file (`model.gguf`, `X.GGUF`, a blob of Ollama), or a name
+  on a Hugging Face hub: `owner/name`, `owner/name@revision`, `owner/name:Q4_K_M`, an address
+  ([desktop.md](desktop.md#models-from-the-hub)). `owner/name/Q4` and `owner/name/file.gguf` are a
+  folder and a file of a repository.
 - **Other families** can come from a package ([plugins.md](plugins.md)).
 
 The columns have the sizes of transformers' default configuration. If a model has several kinds of

@@ -16,6 +16,7 @@
 
 #include "bindings/products.hpp"
 #include "core/checksum.hpp"
+#include "core/ggml_blocks.hpp"
 #include "kernels/pack.hpp"
 #include "kernels/table.hpp"
 #include "pool/scratch.hpp"
@@ -300,6 +301,18 @@ void bind_expert_cache(py::module_& m) {
         });
 }
 
+/// Decodes rows of a ggml type, and returns whether all scales and mins are finite. Throws
+/// std::invalid_argument for a type without a decoder.
+bool decode_ggml(const std::string& name, Address raw, size_t rows, size_t blocks, Address grid, const GgmlRows& to) {
+    const GgmlType type = ggml_type(name);
+    if (!type.decode) throw std::invalid_argument("no decoder for " + name);
+    bool finite = true;
+    for (size_t row = 0; row < rows; ++row) {
+        finite &= type.decode(at<uint8_t>(raw) + row * blocks * type.block_bytes, blocks, at<uint8_t>(grid), to, row);
+    }
+    return finite;
+}
+
 }  // namespace
 
 void bind_products(py::module_& m) {
@@ -344,6 +357,19 @@ void bind_products(py::module_& m) {
     bind_expert_cache(m);
     m.def("advise_huge_pages", &advise_huge_pages, py::arg("address"), py::arg("bytes"));
     m.def("checksum", &checksum_all, Unlocked(), py::arg("address"), py::arg("bytes"));
+    m.def("decodes_ggml", [](const std::string& name) { return ggml_type(name).decode != nullptr; }, py::arg("type"));
+    m.def(
+        "decode_ggml",
+        [](const std::string& type, Address raw, size_t rows, size_t blocks, Address grid, Address values,
+           size_t values_stride, Address scales, Address mins, size_t scales_stride, Address supers, Address min_supers,
+           size_t supers_stride, int offset, float factor) {
+            const GgmlRows to{at<int8_t>(values), values_stride, at<float>(scales), at<float>(mins), scales_stride,
+                              at<float>(supers), at<float>(min_supers), supers_stride, offset, factor};
+            return decode_ggml(type, raw, rows, blocks, grid, to);
+        },
+        Unlocked(), py::arg("type"), py::arg("raw"), py::arg("rows"), py::arg("blocks"), py::arg("grid"),
+        py::arg("values"), py::arg("values_stride"), py::arg("scales"), py::arg("mins"), py::arg("scales_stride"),
+        py::arg("supers"), py::arg("min_supers"), py::arg("supers_stride"), py::arg("offset"), py::arg("factor"));
     m.def(
         "product_reference",
         [](Address x, size_t rows, size_t depth, Address w, size_t columns, Address y) {

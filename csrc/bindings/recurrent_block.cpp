@@ -21,7 +21,7 @@ class RecurrentBlock {
     RecurrentBlock(Type type, const Matrix& inputs, const std::optional<Matrix>& gates, const std::optional<Matrix>& out,
                    size_t groups, size_t heads, size_t d, size_t v, size_t num_inputs, Address conv, Address conv_bias,
                    Address decay, Address dt_bias, float least, float most, Address unit_q, Address unit_k,
-                   float unit_eps, Address skip, Address norm, size_t norm_width, float eps)
+                   float unit_eps, Address skip, Address norm, size_t norm_width, float eps, Address places)
         : type_(type), inputs_(inputs), gates_(gates), out_(out), groups_(groups), heads_(heads), d_(d), v_(v),
           num_inputs_(num_inputs), conv_(conv), conv_bias_(conv_bias), unit_{unit_q, unit_k}, unit_eps_(unit_eps),
           skip_(skip) {
@@ -39,6 +39,7 @@ class RecurrentBlock {
         norm_.weight_stride = gates ? 0 : norm_width;
         norm_.eps = eps;
         norm_.gate_first = !gates;
+        norm_.places = at<int64_t>(places);
     }
 
     void run(const TilePlan& plan, Address x, size_t stride, size_t rows, Address conv_rows, Address borders,
@@ -154,12 +155,12 @@ void bind_recurrent_block(py::module_& m) {
     py::class_<RecurrentBlock>(m, "RecurrentBlock")
         .def(py::init<Type, const Matrix&, const std::optional<Matrix>&, const std::optional<Matrix>&, size_t, size_t,
                       size_t, size_t, size_t, Address, Address, Address, Address, float, float, Address, Address, float,
-                      Address, Address, size_t, float>(),
+                      Address, Address, size_t, float, Address>(),
              py::kw_only(), py::arg("type"), py::arg("inputs"), py::arg("gates"), py::arg("out"), py::arg("groups"),
              py::arg("heads"), py::arg("d"), py::arg("v"), py::arg("num_inputs"), py::arg("conv"), py::arg("conv_bias"),
              py::arg("decay"), py::arg("dt_bias"), py::arg("least"), py::arg("most"), py::arg("unit_q"),
              py::arg("unit_k"), py::arg("unit_eps"), py::arg("skip"), py::arg("norm"), py::arg("norm_width"),
-             py::arg("eps"))
+             py::arg("eps"), py::arg("places"))
         .def("run", &RecurrentBlock::run, Unlocked());
 }
 

@@ -16,22 +16,27 @@ inline Packing packing_of(const ProductArgs& args) {
     return {args.weight_type, args.depth, args.columns, args.group, args.zero_points, args.ints};
 }
 
-/// A row: its bytes in the order of the weights' words, scales, and for each step, [depth / 32 or 16], two multiples of the
-/// sum of its bytes: what the sums of products start with, and what meets mins (or zero points).
+/// Rows of a tile lie step by step, so that one pointer reaches all of them. A step has the bytes of each row, in the order of
+/// the weights' words, then the rows' scales, and for each group two multiples of the sums of the bytes: what the sums of
+/// products start with, and what meets mins (or zero points).
 struct IntRow {
     static constexpr size_t kBlock = 32;  // inputs that have a scale
-    const uint8_t* bytes;
-    const float* scales;
-    const uint32_t* starts;
-    const float* offsets;
 
-    static size_t blocks(const ProductArgs& args) { return (args.depth + kBlock - 1) / kBlock; }
-    static size_t floats(const ProductArgs& args) { return blocks(args) * (kBlock / 4 + 1 + 2 + 2); }
-    IntRow(const ProductArgs& args, const float* row)
-        : bytes(reinterpret_cast<const uint8_t*>(row)),
-          scales(row + blocks(args) * (kBlock / 4)),
-          starts(reinterpret_cast<const uint32_t*>(scales + blocks(args))),
-          offsets(scales + 3 * blocks(args)) {}
+    static constexpr size_t step_floats(size_t groups) { return kBlock / 4 + 1 + 2 * groups; }
+    static size_t floats(const ProductArgs& args) {
+        return (args.depth + kBlock - 1) / kBlock * step_floats(packing_of(args).groups_per_step());
+    }
+};
+
+/// A step of `rows` rows: where each value of row m is, in floats.
+struct IntRowsAt {
+    size_t rows, groups;
+
+    constexpr size_t floats() const { return rows * IntRow::step_floats(groups); }
+    constexpr size_t bytes(size_t m) const { return m * (IntRow::kBlock / 4); }
+    constexpr size_t scale(size_t m) const { return bytes(rows) + m; }
+    constexpr size_t start(size_t m, size_t group) const { return scale(rows) + group * rows + m; }
+    constexpr size_t offset(size_t m, size_t group) const { return start(rows, groups - 1) + group * rows + m; }
 };
 
 /// What a format's bytes have too much.
@@ -40,20 +45,15 @@ inline int32_t bias_of(const ProductArgs& args) {
     return args.zero_points || args.ints.mins ? 0 : 1 << (args.ints.bits - 1);
 }
 
-/// Rounds a row: to nearest even multiples of 1/127 of the largest magnitude of 32 inputs. Blocks below 2^-100 become
-/// zeros; a block with infinity or NaN gets the scale NaN.
+/// Rounds row m of a tile: to nearest even multiples of 1/127 of the largest magnitude of 32 inputs. Blocks below 2^-100
+/// become zeros; a block with infinity or NaN gets the scale NaN.
 template <class E>
-void round_row(const ProductArgs& args, const char* x, float* row) {
+void round_row(const ProductArgs& args, const char* x, const IntRowsAt& at, size_t m, float* step) {
     typedef int8_t Bytes __attribute__((vector_size(16)));
     constexpr int n = 32 / kWidth;
     constexpr int32_t kInfinite = 0x7f800000;
-    const IntRow to(args, row);
-    int8_t* bytes = reinterpret_cast<int8_t*>(row);
-    float* scales = const_cast<float*>(to.scales);
-    uint32_t* starts = const_cast<uint32_t*>(to.starts);
-    float* offsets = const_cast<float*>(to.offsets);
     const int32_t bias = bias_of(args);
-    for (size_t k = 0; k < args.depth; k += IntRow::kBlock, bytes += IntRow::kBlock) {
+    for (size_t k = 0; k < args.depth; k += IntRow::kBlock, step += at.floats()) {
         f32 part[n];
         i32 sizes = all_words(0);
         for (int i = 0; i < n; ++i) {
@@ -65,7 +65,7 @@ void round_row(const ProductArgs& args, const char* x, float* row) {
         memcpy(&size, &bits, sizeof size);
         const bool finite = bits < kInfinite, zeros = finite && size < 0x1p-100f;
         const float scale = zeros ? 0.0f : finite ? size / 127.0f : __builtin_nanf("");
-        *scales++ = scale;
+        step[at.scale(m)] = scale;
         const f32 factor = all(zeros || !finite ? 0.0f : 127.0f / size);
         alignas(16) int8_t rounded[32];
         for (int i = 0; i < n; ++i) {
@@ -79,19 +79,21 @@ void round_row(const ProductArgs& args, const char* x, float* row) {
             Bytes a;
             memcpy(&a, rounded + 16 * half, sizeof a);
             a = __builtin_shufflevector(a, a, 1, 5, 0, 4, 3, 7, 2, 6, 9, 13, 8, 12, 11, 15, 10, 14);
-            memcpy(bytes + 16 * half, &a, sizeof a);
+            memcpy(step + at.bytes(m) + 4 * half, &a, sizeof a);
         }
-        if (args.group != 16) halves[0] += halves[1];
-        for (int i = 0; i < (args.group == 16 ? 2 : 1); ++i) {
-            *starts++ = static_cast<uint32_t>(-bias * halves[i]);
-            *offsets++ = (args.zero_points ? 1.0f : scale) * static_cast<float>(halves[i]);
+        if (at.groups == 1) halves[0] += halves[1];
+        for (size_t group = 0; group < at.groups; ++group) {
+            const int32_t start = -bias * halves[group];
+            memcpy(step + at.start(m, group), &start, sizeof start);
+            step[at.offset(m, group)] = (args.zero_points ? 1.0f : scale) * static_cast<float>(halves[group]);
         }
     }
 }
 
-/// A format yields words of four bytes: of inputs [4 j, 4 j + 4) of a step in the order of a row's, for vector `v` of a
-/// block. kRun: so many products with a row's bytes can be added up as halves of words. kNibbles: words are plain nibbles,
-/// lower ones first.
+/// A format's `Words` yield words of four bytes, word<i>() of inputs [4 (first + i), 4 (first + i + 1)) of a step in the order
+/// of a row's. kRun: so many products with a row's bytes can be added up as halves of words. kSigned: bytes are signed; with
+/// dot products of bytes, of which one must be unsigned, words have 128 added. kNibbles: words are plain nibbles, lower ones
+/// first.
 
 /// Values of 2 to 6 bits, in planes.
 template <int bits>
@@ -103,25 +105,49 @@ struct IntBits {
 
     explicit IntBits(const ProductArgs&) {}
 
-    /// Word `j` of a plane of `width` bits per byte, which go to bit `place` of each byte.
-    template <int j, int width, int place>
-    static MOESERVE_INLINE i32 plane(const uint8_t* from, int v) {
-        constexpr int per_word = 8 / width, up = place - j % per_word * width;
-        i32 word = load_words(from + (j / per_word * kColumns + v * kWidth) * 4);
-        if constexpr (up > 0) word = left<up>(word);
-        if constexpr (up < 0) word = right<-up>(word);
-        return both(word, all_words((((1 << width) - 1) << place) * 0x01010101));
-    }
+    /// Words [first, first + n) of a plane of `width` bits per byte. It stays in registers: weights are read once.
+    template <int width, int first, int n>
+    struct Plane {
+        static constexpr int kPerWord = 8 / width, kFirst = first / kPerWord;
+        static constexpr int kWords = (first + n - 1) / kPerWord + 1 - kFirst;
+        i32 words[kWords];
 
-    template <int j>
-    MOESERVE_INLINE i32 bytes(const uint8_t* step, int v) const {
-        const i32 low = plane<j, kLow, 0>(step, v);
-        if constexpr (kHigh == 0) {
-            return low;
-        } else {
-            return either(low, plane<j, kHigh, kLow>(step + kColumns * 4 * kLow, v));
+        MOESERVE_INLINE Plane(const uint8_t* from, int v) {
+            MOESERVE_EACH(i, kWords) { words[i] = load_once(from + ((kFirst + i) * kColumns + v * kWidth) * 4); });
         }
-    }
+
+        /// Word first + i, its bits from bit `place` of each byte on.
+        template <int i, int place>
+        MOESERVE_INLINE i32 at() const {
+            constexpr int j = first + i, up = place - j % kPerWord * width;
+            i32 word = words[j / kPerWord - kFirst];
+            if constexpr (up > 0) word = left<up>(word);
+            if constexpr (up < 0) word = right<-up>(word);
+            return both(word, all_words((((1 << width) - 1) << place) * 0x01010101));
+        }
+    };
+    struct NoPlane {
+        MOESERVE_INLINE NoPlane(const uint8_t*, int) {}
+    };
+
+    template <int first, int n>
+    struct Words {
+        Plane<kLow, first, n> low;
+        std::conditional_t<kHigh == 0, NoPlane, Plane<kHigh ? kHigh : 1, first, n>> high;
+
+        MOESERVE_INLINE Words(const IntBits&, const uint8_t* step, int v)
+            : low(step, v), high(step + kColumns * 4 * kLow, v) {}
+
+        template <int i>
+        MOESERVE_INLINE i32 word() const {
+            const i32 lower = low.template at<i, 0>();
+            if constexpr (kHigh == 0) {
+                return lower;
+            } else {
+                return either(lower, high.template at<i, kLow>());
+            }
+        }
+    };
 };
 
 struct IntBytes {
@@ -131,10 +157,19 @@ struct IntBytes {
 
     explicit IntBytes(const ProductArgs&) {}
 
-    template <int j>
-    MOESERVE_INLINE i32 bytes(const uint8_t* step, int v) const {
-        return load_words(step + (j * kColumns + v * kWidth) * 4);
-    }
+    template <int first, int n>
+    struct Words {
+        const uint8_t* from;
+
+        MOESERVE_INLINE Words(const IntBytes&, const uint8_t* step, int v)
+            : from(step + (first * kColumns + v * kWidth) * 4) {}
+
+        template <int i>
+        MOESERVE_INLINE i32 word() const {
+            const i32 bytes = load_words(from + i * kColumns * 4);
+            return kByteDots ? differing(bytes, all_words(0x80808080)) : bytes;
+        }
+    };
 };
 
 /// Values of 3 or 4 bits that stand for the numbers of a table.
@@ -142,23 +177,35 @@ template <int bits>
 struct IntCodes : IntBits<bits> {
     static constexpr int kRun = 1;
     static constexpr bool kSigned = true, kNibbles = false;
-    const int8_t* table;
+    i32 table;
 
-    explicit IntCodes(const ProductArgs& args) : IntBits<bits>(args), table(args.ints.table.data()) {}
-
-    template <int j>
-    MOESERVE_INLINE i32 bytes(const uint8_t* step, int v) const {
-        return look_up_bytes(table, IntBits<bits>::template bytes<j>(step, v));
+    explicit IntCodes(const ProductArgs& args) : IntBits<bits>(args), table(load_table(args.ints.table.data())) {
+        if (kByteDots) table = differing(table, all_words(0x80808080));
     }
+
+    template <int first, int n>
+    struct Words {
+        typename IntBits<bits>::template Words<first, n> codes;
+        i32 table;
+
+        MOESERVE_INLINE Words(const IntCodes& format, const uint8_t* step, int v)
+            : codes(format, step, v), table(format.table) {}
+
+        template <int i>
+        MOESERVE_INLINE i32 word() const {
+            return look_up_bytes(table, codes.template word<i>());
+        }
+    };
 };
 
-/// Adds the products of part `part` of a step, one of `parts` equal ones, to the sums of M rows.
+/// Adds the products of group `part` of a step, one of `parts`, to the sums of M rows.
 template <int M, int parts, int part, class F>
-MOESERVE_INLINE void add_step(const F& format, const uint8_t* step, int v, const uint8_t* x, size_t stride, i32 (&sums)[M]) {
+MOESERVE_INLINE void add_step(const F& format, const uint8_t* step, int v, const float* rows, i32 (&sums)[M]) {
     constexpr int n = IntRow::kBlock / 4 / parts, first = part * n;  // words
+    constexpr IntRowsAt at{M, parts};
     const auto word = [&](int m, int j) __attribute__((always_inline)) {
         uint32_t bytes;
-        memcpy(&bytes, x + static_cast<size_t>(m) * stride + 4 * j, sizeof bytes);
+        memcpy(&bytes, rows + at.bytes(static_cast<size_t>(m)) + j, sizeof bytes);
         return all_words(bytes);
     };
     if constexpr (kByteDots && F::kNibbles && M <= 2) {  // upper nibbles stay where they are: their sums are shifted
@@ -177,15 +224,10 @@ MOESERVE_INLINE void add_step(const F& format, const uint8_t* step, int v, const
         return;
     }
     i32 halves[M];
+    const typename F::template Words<first, n> words(format, step, v);
     MOESERVE_EACH_CONSTANT(i, n) {
-        i32 w = format.template bytes<first + i>(step, v), sizes = w;
-        if constexpr (F::kSigned) {
-            if constexpr (kByteDots) {
-                w = differing(w, all_words(0x80808080));
-            } else {
-                sizes = byte_sizes(w);
-            }
-        }
+        const i32 w = words.template word<i>();
+        const i32 sizes = F::kSigned && !kByteDots ? byte_sizes(w) : w;
         MOESERVE_EACH(m, M) {
             const i32 bytes = word(m, first + i);
             if constexpr (kByteDots) {
@@ -205,16 +247,16 @@ MOESERVE_INLINE f32 int_scale(const ProductArgs& args, const uint8_t* head, int 
     return args.ints.scales == Type::fp16 ? load_fp16(head + v * kWidth * 2) : load_bf16(head + v * kWidth * 2);
 }
 
-/// c [M, 16] of one block. rows: of `stride` floats. parts: groups of a step, 2 of 16 inputs or (a part of) one. supers: a
+/// c [M, 16] of one block. rows: their first step. parts: groups of a step, 2 of 16 inputs or (a part of) one. supers: a
 /// scale (and min) is a byte times a factor of 256 inputs.
 template <class F, int parts, bool supers, int M>
-void int_tile(const ProductArgs& args, const float* rows, size_t stride, const uint8_t* w, float* c) {
+void int_tile(const ProductArgs& args, const float* rows, const uint8_t* w, float* c) {
     constexpr size_t kAhead = 8192;  // bytes; 2048 come too late, from 4096 on it hardly matters
     constexpr size_t kStep = IntRow::kBlock;
     constexpr bool kEnds = supers || parts == 2;  // groups end with each step
+    constexpr IntRowsAt at{M, parts};
     const F format(args);
     const Packing packing = packing_of(args);
-    const IntRow row(args, rows);
     const size_t depth = (args.depth + kStep - 1) / kStep * kStep;
     const size_t group = kEnds ? kStep : args.group ? args.group : depth, head_bytes = packing.head_bytes();
     const bool zeros = !supers && args.zero_points, mins = args.ints.mins;
@@ -235,7 +277,7 @@ void int_tile(const ProductArgs& args, const float* rows, size_t stride, const u
         const size_t end = k + group < depth ? k + group : depth;
         f32 sums[M][kVectors];
         MOESERVE_EACH(m, M) { for (f32& sum : sums[m]) sum = zero(); });
-        const auto end_group = [&](const uint8_t* head, int v, size_t block) __attribute__((always_inline)) {
+        const auto end_group = [&](const uint8_t* head, int v, const float* offsets) __attribute__((always_inline)) {
             const auto scale_at = [&](const uint8_t* at, f32 unit) __attribute__((always_inline)) {
                 if (!supers) return int_scale(args, at, v);
                 return mul(unit, mins ? load_bytes(at + v * kWidth) : load_int8(at + v * kWidth));
@@ -244,7 +286,7 @@ void int_tile(const ProductArgs& args, const float* rows, size_t stride, const u
             MOESERVE_EACH(m, M) { totals[m][v] = fma(sums[m][v], scale, totals[m][v]); });
             if (mins) {
                 const f32 min = scale_at(head + second, min_units[v]);
-                MOESERVE_EACH(m, M) { totals[m][v] = fnma(min, all(row.offsets + m * stride + block), totals[m][v]); });
+                MOESERVE_EACH(m, M) { totals[m][v] = fnma(min, all(offsets + m), totals[m][v]); });
             }
         };
         w += parts * head_bytes;
@@ -252,25 +294,25 @@ void int_tile(const ProductArgs& args, const float* rows, size_t stride, const u
             for (size_t i = 0; i < F::kBytes + 32; i += 64) __builtin_prefetch(w + kAhead + i, 0, 2);  // 32: the next head
             MOESERVE_EACH(v, kVectors) {
                 MOESERVE_EACH_CONSTANT(part, parts) {
-                    const size_t block = k / kStep * parts + part;
+                    const float *starts = rows + at.start(0, part), *offsets = rows + at.offset(0, part);
                     i32 dots[M];
-                    MOESERVE_EACH(m, M) { dots[m] = all_words(row.starts[m * stride + block]); });
-                    add_step<M, parts, part>(format, w, v, row.bytes + k, stride * sizeof(float), dots);
+                    MOESERVE_EACH(m, M) { dots[m] = words(all(starts + m)); });
+                    add_step<M, parts, part>(format, w, v, rows, dots);
                     MOESERVE_EACH(m, M) {
                         f32 sum = to_float(dots[m]);
                         if (zeros) {
                             const f32 zero = load(reinterpret_cast<const float*>(heads + part * head_bytes + second) + v * kWidth);
-                            sum = fnma(zero, all(row.offsets + m * stride + block), sum);
+                            sum = fnma(zero, all(offsets + m), sum);
                         }
-                        sums[m][v] = fma(sum, all(row.scales + m * stride + k / kStep), kEnds ? zero() : sums[m][v]);
+                        sums[m][v] = fma(sum, all(rows + at.scale(0) + m), kEnds ? zero() : sums[m][v]);
                     });
-                    if constexpr (kEnds) end_group(heads + part * head_bytes, v, block);
+                    if constexpr (kEnds) end_group(heads + part * head_bytes, v, offsets);
                 });
             });
-            k += kStep, w += F::kBytes;
+            k += kStep, w += F::kBytes, rows += at.floats();
         } while (!kEnds && k < end);
         if constexpr (!kEnds) {
-            MOESERVE_EACH(v, kVectors) { end_group(heads, v, (k - kStep) / kStep); });
+            MOESERVE_EACH(v, kVectors) { end_group(heads, v, rows - at.floats() + at.offset(0, 0)); });
         }
     }
     MOESERVE_EACH(m, M) {
@@ -278,17 +320,24 @@ void int_tile(const ProductArgs& args, const float* rows, size_t stride, const u
     });
 }
 
-template <class F, int parts, bool supers>
-void int_tiles(const ProductArgs& args, const float* rows, size_t stride, size_t count, const uint8_t* w, float* c) {
+/// Calls body(first, rows) for the tiles of `count` rows.
+template <class Body>
+MOESERVE_INLINE void each_int_tile(size_t count, const Body& body) {
     const size_t num_tiles = (count + kIntRows - 1) / kIntRows;
     for (size_t t = 0; t < num_tiles; ++t) {
-        const size_t first = count * t / num_tiles, most = count * (t + 1) / num_tiles - first;
-        MOESERVE_EACH_CONSTANT(m, kIntRows) {
-            if (most == m + 1) {
-                int_tile<F, parts, supers, m + 1>(args, rows + first * stride, stride, w, c + first * kSumsStride);
-            }
-        });
+        const size_t first = count * t / num_tiles;
+        body(first, count * (t + 1) / num_tiles - first);
     }
+}
+
+/// rows: those of a tile begin `stride` floats for each row before it.
+template <class F, int parts, bool supers>
+void int_tiles(const ProductArgs& args, const float* rows, size_t stride, size_t count, const uint8_t* w, float* c) {
+    each_int_tile(count, [&](size_t first, size_t most) {
+        MOESERVE_EACH_CONSTANT(m, kIntRows) {
+            if (most == m + 1) int_tile<F, parts, supers, m + 1>(args, rows + first * stride, w, c + first * kSumsStride);
+        });
+    });
 }
 
 using IntTiles = void (*)(const ProductArgs&, const float*, size_t, size_t, const uint8_t*, float*);
@@ -325,7 +374,12 @@ template <class E>
 struct IntRows {
     static size_t row_floats(const ProductArgs& args) { return IntRow::floats(args); }
     static void load(const ProductArgs& args, const Part& part, const Workspace& space) {
-        for (size_t r = 0; r < part.count; ++r) round_row<E>(args, row_of<E>(args, part, r), space.a + r * space.stride);
+        each_int_tile(part.count, [&](size_t first, size_t most) {
+            const IntRowsAt at{most, packing_of(args).groups_per_step()};
+            for (size_t m = 0; m < most; ++m) {
+                round_row<E>(args, row_of<E>(args, part, first + m), at, m, space.a + first * space.stride);
+            }
+        });
     }
     static void sums(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
         int_sums(args, space.a, space.stride, rows, w, blocks, space.c);

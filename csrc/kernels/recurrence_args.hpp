@@ -123,6 +123,7 @@ struct GatedNormArgs {
     float eps;
     bool gate_first;
     void* out;  // [T, parts * width]
+    const int64_t* places;  // [parts]: the place of each part in a row of `out`; null: in order
 };
 
 }  // namespace moeserve

@@ -46,7 +46,9 @@ void gated_norm_of(const GatedNormArgs& args, size_t begin, size_t end) {
         const size_t row = n / args.parts, part = n % args.parts;
         const char* gate = static_cast<const char*>(args.gate) + (row * args.stride + part * width) * E::bytes;
         const float* weight = args.weight + part * args.weight_stride;
-        char *x = bytes_of(args.x + n * width), *out = static_cast<char*>(args.out) + n * width * E::bytes;
+        const size_t place = args.places ? static_cast<size_t>(args.places[part]) : part;
+        char *x = bytes_of(args.x + n * width);
+        char *out = static_cast<char*>(args.out) + (row * args.parts + place) * width * E::bytes;
         for (size_t i = 0; args.gate_first && i < width; i += kWidth) {
             store_at<Float32>(x, i, width, mul(silu(load_at<E>(gate, i, width)), load_at<Float32>(x, i, width)));
         }

@@ -74,6 +74,7 @@ MOESERVE_INLINE f32 times_power_of_two(f32 a, f32 n) {
 MOESERVE_INLINE f32 load(const float* p) { return _mm256_loadu_ps(p); }
 MOESERVE_INLINE void store(float* p, f32 a) { _mm256_storeu_ps(p, a); }
 MOESERVE_INLINE i32 load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+MOESERVE_INLINE i32 load_once(const void* p) { return load_words(p); }  // as in vec_avx512.hpp
 MOESERVE_INLINE void store_words(void* p, i32 a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a); }
 
 /// Comparisons, one bit per lane, lane 0 lowest. not_below: a >= b, or one of them is NaN.
@@ -156,10 +157,12 @@ MOESERVE_INLINE i32 sum_halves(i32 a) { return _mm256_madd_epi16(a, _mm256_set1_
 /// Of bytes: magnitudes; `a` negative where b is.
 MOESERVE_INLINE i32 byte_sizes(i32 a) { return _mm256_abs_epi8(a); }
 MOESERVE_INLINE i32 byte_signs(i32 a, i32 b) { return _mm256_sign_epi8(a, b); }
-/// table[a] for every byte of a word, of which only four bits are set.
-MOESERVE_INLINE i32 look_up_bytes(const int8_t* table, i32 a) {
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), a);
+/// A table of 16 bytes, for look_up_bytes.
+MOESERVE_INLINE i32 load_table(const int8_t* table) {
+    return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
 }
+/// table[a] for every byte of a word, of which only four bits are set.
+MOESERVE_INLINE i32 look_up_bytes(i32 table, i32 a) { return _mm256_shuffle_epi8(table, a); }
 MOESERVE_INLINE f32 load_bytes(const void* p) {  // unsigned
     return to_float(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
 }

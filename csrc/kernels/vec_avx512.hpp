@@ -74,6 +74,12 @@ MOESERVE_INLINE f32 times_power_of_two(f32 a, f32 n) { return _mm512_scalef_ps(a
 MOESERVE_INLINE f32 load(const float* p) { return _mm512_loadu_ps(p); }
 MOESERVE_INLINE void store(float* p, f32 a) { _mm512_storeu_ps(p, a); }
 MOESERVE_INLINE i32 load_words(const void* p) { return _mm512_loadu_si512(p); }
+/// The same for words that are used several times: the compiler would read them again for each use.
+MOESERVE_INLINE i32 load_once(const void* p) {
+    i32 words = load_words(p);
+    asm("" : "+v"(words));
+    return words;
+}
 MOESERVE_INLINE void store_words(void* p, i32 a) { _mm512_storeu_si512(p, a); }
 
 /// Comparisons, one bit per lane, lane 0 lowest. not_below: a >= b, or one of them is NaN.
@@ -182,10 +188,12 @@ MOESERVE_INLINE i32 sum_halves(i32 a) { return _mm512_madd_epi16(a, _mm512_set1_
 /// Of bytes: magnitudes; `a` negative where b is.
 MOESERVE_INLINE i32 byte_sizes(i32 a) { return _mm512_abs_epi8(a); }
 MOESERVE_INLINE i32 byte_signs(i32 a, i32 b) { return _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(b), _mm512_setzero_si512(), a); }
-/// table[a] for every byte of a word, of which only four bits are set.
-MOESERVE_INLINE i32 look_up_bytes(const int8_t* table, i32 a) {
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), a);
+/// A table of 16 bytes, for look_up_bytes.
+MOESERVE_INLINE i32 load_table(const int8_t* table) {
+    return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
 }
+/// table[a] for every byte of a word, of which only four bits are set.
+MOESERVE_INLINE i32 look_up_bytes(i32 table, i32 a) { return _mm512_shuffle_epi8(table, a); }
 MOESERVE_INLINE f32 load_bytes(const void* p) {  // unsigned
     return to_float(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
 }

@@ -89,6 +89,7 @@ MOESERVE_INLINE i32 load_words(const void* p) {
     const uint8_t* bytes = static_cast<const uint8_t*>(p);  // at any address
     return {vreinterpretq_s32_u8(vld1q_u8(bytes)), vreinterpretq_s32_u8(vld1q_u8(bytes + 16))};
 }
+MOESERVE_INLINE i32 load_once(const void* p) { return load_words(p); }  // as in vec_avx512.hpp
 MOESERVE_INLINE void store_words(void* p, i32 a) {
     vst1q_u8(static_cast<uint8_t*>(p), vreinterpretq_u8_s32(a.low));
     vst1q_u8(static_cast<uint8_t*>(p) + 16, vreinterpretq_u8_s32(a.high));
@@ -194,9 +195,14 @@ MOESERVE_INLINE i32 add_halves(i32 a, i32 b) {
 }
 /// The sum of the halves of each word.
 MOESERVE_INLINE i32 sum_halves(i32 a) { return {vpaddlq_s16(as_halves(a.low)), vpaddlq_s16(as_halves(a.high))}; }
+/// A table of 16 bytes, for look_up_bytes.
+MOESERVE_INLINE i32 load_table(const int8_t* table) {
+    const int32x4_t bytes = vreinterpretq_s32_s8(vld1q_s8(table));
+    return {bytes, bytes};
+}
 /// table[a] for every byte of a word, of which only four bits are set.
-MOESERVE_INLINE i32 look_up_bytes(const int8_t* table, i32 a) {
-    const int8x16_t bytes = vld1q_s8(table);
+MOESERVE_INLINE i32 look_up_bytes(i32 table, i32 a) {
+    const int8x16_t bytes = as_bytes(table.low);
     return {vreinterpretq_s32_s8(vqtbl1q_s8(bytes, vreinterpretq_u8_s32(a.low))),
             vreinterpretq_s32_s8(vqtbl1q_s8(bytes, vreinterpretq_u8_s32(a.high)))};
 }

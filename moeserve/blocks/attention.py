@@ -51,6 +51,9 @@ class Attention(Mixer):
     # per element (Trinity)
     gate: Literal["none", "head", "element"] = "none"
     gate_in_q: bool = False  # q_proj has each head's gates after its queries (Qwen3-Next)
+    # Without a rotary embedding: elements that would be a rotary pair are neighbours (GGUF), not
+    # half a head apart. The order decides how scores are rounded.
+    paired: bool = False
     inputs: int = 1  # the input of qkv is this many times the model's width (EAGLE-3: 2)
 
     @property

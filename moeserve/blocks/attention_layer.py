@@ -139,7 +139,10 @@ class AttentionLayer:
         dim = spec.head_dim
         if spec.gate_in_q:
             _split_off_gates(spec, heads, build, name)
-        if (order := half_layout(spec.rope, dim)) is not None:
+        order = half_layout(spec.rope, dim)
+        if spec.paired:
+            order = [*range(0, dim, 2), *range(1, dim, 2)]
+        if order is not None:
             _reorder(spec, heads, build, name, order)
         head_norms = None
         # fp32 weights of the two norms over all query heads and over all key heads (OLMoE)
@@ -277,7 +280,7 @@ def _split_off_gates(spec: Attention, heads: Heads, build: Builder, name: str) -
     rows = torch.tensor(gates)
     for suffix in ("", "_bias"):
         qkv = name + "qkv" + suffix
-        build.slots.derive(name + "gate" + suffix, qkv, lambda value: value[rows])
+        build.slots.derive(name + "gate" + suffix, qkv, lambda value: value.index_select(0, rows))
         build.reorder(qkv, [*queries, *kv])
 
 

@@ -116,7 +116,8 @@ class Builder:
     def reorder(self, name: str, order: Sequence[int]) -> None:
         """Reorder the rows of a weight, or the elements of a bias or norm."""
         index = torch.tensor(order)
-        self.slots.prepare(name, lambda value: value[index])
+        # Not `value[index]`, which imports sympy (one second) for weights on "meta".
+        self.slots.prepare(name, lambda value: value.index_select(0, index))
 
     def gated(
         self, name: str, inner_size: int, tp: TensorParallel, activation: Activation = SWIGLU

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moeserve.blocks.weights import SPLIT, ExpertNames, WeightPlan
+from moeserve.blocks.weights import GGUF_EXPERTS, ExpertNames, WeightPlan
 from moeserve.loader.load_plan import Index, LoadPlan, Param, Piece
 from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
@@ -187,8 +187,9 @@ class MoE:
 
 def spelling(experts: Sequence[ExpertNames], present: Any, tensor_prefix: str) -> ExpertNames:
     """Return the names of a layer's experts that are present, or the usual ones if none are."""
-    if tensor_prefix + SPLIT.up in present:
-        return SPLIT
+    for names in GGUF_EXPERTS:
+        if tensor_prefix + (names.gate_up or names.up) in present:
+            return names
     for names in experts:
         if tensor_prefix + names.down.format(0) in present:
             return names

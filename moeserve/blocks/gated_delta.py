@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from moeserve.blocks.mixer import CacheTensor, RecurrentMixer, conv_cache, recurrence_cache
 from moeserve.blocks.weights import WeightPlan
 
+Source = tuple[str, int, slice]  # of `WeightPlan.pick`
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDelta(RecurrentMixer):
@@ -23,15 +25,32 @@ class GatedDelta(RecurrentMixer):
     k_dim: int
     v_dim: int
     conv: int  # K
-    # The checkpoint has in_proj_qkvz and in_proj_ba, grouped by query head (Qwen3-Next), and not a
-    # tensor per part (Qwen3.5).
-    by_head: bool
+    # The checkpoint has in_proj_qkvz, grouped by query head (Qwen3-Next), and not in_proj_qkv and
+    # in_proj_z (Qwen3.5).
+    inputs_by_head: bool
+    gates_by_head: bool  # the same for in_proj_ba, and in_proj_b and in_proj_a
+    # Value heads h, h + G, h + 2G, ... of the checkpoint use query head h (GGUF's Qwen3.5). False:
+    # the value heads of a query head are adjacent.
+    tiled: bool = False
 
     def local(self, tp_size: int) -> tuple[int, int, int, int]:
         """Return a rank's query heads, value heads, width of queries plus keys, width of values."""
         keys = self.num_k_heads // tp_size
         values = self.num_v_heads // tp_size
         return keys, values, 2 * keys * self.k_dim, values * self.v_dim
+
+    @property
+    def places(self) -> list[int]:
+        """The place in the checkpoint of each value head, for value heads sorted by query head.
+
+        For example 2 query heads and 4 value heads -> [0, 1, 2, 3], or tiled [0, 2, 1, 3].
+        """
+        if not self.tiled:
+            return list(range(self.num_v_heads))
+        groups = self.num_k_heads
+        return [
+            first + group for group in range(groups) for first in range(0, self.num_v_heads, groups)
+        ]
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the convolution's inputs; state, k, u and s of ops/recurrence.py."""
@@ -44,32 +63,51 @@ class GatedDelta(RecurrentMixer):
         return [(qk + 2 * v, width), (2 * self.num_v_heads, width), (width, v)]
 
     def plan(self, plan: WeightPlan, param_prefix: str, tensor_prefix: str) -> None:
-        """Add in, gates, conv, decay, dt_bias, norm and out."""
+        """Add in, gates, conv, decay, dt_bias, norm and out.
+
+        The rows of value heads are sorted by query head. The columns of out are in the order of the
+        checkpoint: in quantized weights, they cannot be moved.
+        """
         block = plan.block(param_prefix, tensor_prefix, "linear_attn.")
         qk = self.num_k_heads * self.k_dim
         v = self.num_v_heads * self.v_dim
         heads = self.num_v_heads
-        if self.by_head:
+        keys = plan.rows(qk)
+        queries_and_keys = [keys, slice(qk + keys.start, qk + keys.stop)]
+
+        def values(name: str, width: int, total: int, first: int = 0) -> list[Source]:
+            """Return sources for `pick`: rows of value heads, `width` each, from row `first`."""
+            return [(name, total, rows) for rows in self._value_rows(plan, width, first)]
+
+        def convolved(name: str) -> list[Source]:
+            """Return sources for `pick`: rows of queries, keys and values."""
+            total = 2 * qk + v
+            parts = [(name, total, rows) for rows in queries_and_keys]
+            return [*parts, *values(name, self.v_dim, total, first=2 * qk)]
+
+        if self.inputs_by_head:
             block.add("in", (2 * (qk + v), plan.width), "in_proj_qkvz.weight", sharded=True)
+        else:
+            output_gates = values("in_proj_z.weight", self.v_dim, v)
+            block.pick("in", [*convolved("in_proj_qkv.weight"), *output_gates], plan.width)
+        if self.gates_by_head:
             block.add("gates", (2 * heads, plan.width), "in_proj_ba.weight", sharded=True)
         else:
-            parts = []
-            for above, rows in ((0, plan.rows(qk)), (qk, plan.rows(qk)), (2 * qk, plan.rows(v))):
-                parts.append(
-                    ("in_proj_qkv.weight", 2 * qk + v, slice(above + rows.start, above + rows.stop))
-                )
-            block.stack("in", [*parts, block.share("in_proj_z.weight", v)], plan.width)
-            block.stack(
-                "gates", [block.share(f"in_proj_{x}.weight", heads) for x in "ba"], plan.width
-            )
-        block.stack(
-            "conv",
-            [block.share("conv1d.weight", total) for total in (qk, qk, v)],
-            1,
-            self.conv,
-            fp32=True,
-        )
-        block.add("decay", (heads,), "A_log", sharded=True, fp32=True)
-        block.add("dt_bias", (heads,), "dt_bias", sharded=True, fp32=True)
+            gates = [part for x in "ba" for part in values(f"in_proj_{x}.weight", 1, heads)]
+            block.pick("gates", gates, plan.width)
+        block.pick("conv", convolved("conv1d.weight"), 1, self.conv, fp32=True)
+        block.pick("decay", values(self.decay_tensor, 1, heads), fp32=True)
+        block.pick("dt_bias", values("dt_bias", 1, heads), fp32=True)
         block.add("norm", (self.v_dim,), "norm.weight")
         block.add("out", (plan.width, v), "out_proj.weight", sharded=True)
+
+    def _value_rows(self, plan: WeightPlan, width: int, first: int) -> list[slice]:
+        """Return the rows of this rank's value heads, `width` each, sorted by query head.
+
+        first: the first row of value heads in their tensor.
+        """
+        if not self.tiled:
+            rows = plan.rows(self.num_v_heads * width)
+            return [slice(first + rows.start, first + rows.stop)]
+        starts = (first + place * width for place in self.places[plan.rows(self.num_v_heads)])
+        return [slice(start, start + width) for start in starts]

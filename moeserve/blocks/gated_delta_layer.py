@@ -12,8 +12,13 @@ from torch import Tensor
 from moeserve.blocks.build import Builder
 from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.blocks.linear import FP32, gathered_bytes
-from moeserve.blocks.recurrent_layer import UNIT_EPS, RecurrentLayer, unit_heads, unit_weights
-from moeserve.ops.elementwise import exp
+from moeserve.blocks.recurrent_layer import (
+    UNIT_EPS,
+    RecurrentLayer,
+    decay_factors,
+    unit_heads,
+    unit_weights,
+)
 from moeserve.ops.inputs import LayerCache, RowContext
 from moeserve.ops.linear import can_fuse
 from moeserve.ops.native_recurrent_block import RecurrentRule
@@ -28,23 +33,28 @@ class GatedDeltaLayer(RecurrentLayer):
 
     def __init__(self, spec: GatedDelta, build: Builder, name: str, group: int) -> None:
         keys, values, _, _ = spec.local(build.world.tp_size)
-        if spec.by_head:
-            values_per_key = values // keys
+        values_per_key = values // keys
+        if spec.inputs_by_head:
             d = spec.k_dim
             build.reorder(
                 name + "in",
                 by_part([d, d, values_per_key * spec.v_dim, values_per_key * spec.v_dim], keys),
             )
+        if spec.gates_by_head:
             build.reorder(name + "gates", by_part([values_per_key, values_per_key], keys))
         super().__init__(build, name, group)
         self.spec = spec
         self.inputs = build.linear(name + "in")  # D -> queries, keys, values, output gates
         self.gates = build.linear(name + "gates")  # D -> 2 H: beta, decays
         self.conv_CK = build.fp32(name + "conv")[:, 0]
-        self.decay_H = build.fp32(name + "decay", lambda decay: -exp(decay))
+        self.decay_H = build.fp32(name + "decay", lambda x: decay_factors(x, spec.decay_tensor))
         self.dt_bias_H = build.fp32(name + "dt_bias")
         self.unit = unit_weights(spec.k_dim, self.ops.device)  # weights for `unit_heads`
         self.norm_v = build.fp32(name + "norm")
+        places = torch.tensor(spec.places, device=self.ops.device)
+        if spec.tiled:
+            columns = torch.arange(len(places) * spec.v_dim, device=self.ops.device)
+            self.out_order = columns.view(-1, spec.v_dim)[places.argsort()].flatten()
         self._fused_call = None  # computes the whole layer, if the kernels have such a call
         out = self.out.part if self.tp.size == 1 else None
         if self.ops.recurrent_block is not None and can_fuse(self.inputs, self.gates, out):
@@ -52,6 +62,7 @@ class GatedDeltaLayer(RecurrentLayer):
                 keys, values, self.conv_CK, None, self.decay_H, self.dt_bias_H, self.norm_v,
                 self.eps,
                 unit=(*self.unit, UNIT_EPS / spec.k_dim),
+                places=places if spec.tiled and out is not None else None,
             )  # fmt: skip
             sizes = (spec.k_dim, spec.v_dim)
             self._fused_call = self.ops.recurrent_block(
@@ -99,8 +110,8 @@ class GatedDeltaLayer(RecurrentLayer):
         num_bytes += tokens * 5 * v * FP32
         # Beta and log decays, with temporaries.
         num_bytes += tokens * 8 * values * FP32
-        # The rounded product.
-        num_bytes += tokens * v * itemsize
+        # The rounded product, and the same in another order.
+        num_bytes += tokens * v * itemsize * (2 if spec.tiled else 1)
         return num_bytes + gathered_bytes(
             tokens, spec.num_v_heads * spec.v_dim + width, itemsize, tp_size
         )

@@ -61,7 +61,7 @@ class KimiDelta(RecurrentMixer):
         )
         block.add("decays", (size, d), "f_b_proj.weight", sharded=True)
         block.add("gates", (size, d), "g_b_proj.weight", sharded=True)
-        block.add("decay", (1, 1, heads, 1), "A_log", fp32=True)  # not sharded
+        block.add("decay", (1, 1, heads, 1), self.decay_tensor, fp32=True)  # not sharded
         block.add("dt_bias", (size,), "dt_bias", sharded=True, fp32=True)
         block.add("norm", (d,), "o_norm.weight")
         block.add("out", (plan.width, size), "o_proj.weight", sharded=True)

@@ -10,8 +10,12 @@ from torch import Tensor
 from moeserve.blocks.build import Builder
 from moeserve.blocks.kda import KimiDelta
 from moeserve.blocks.linear import FP32, gathered_bytes
-from moeserve.blocks.recurrent_layer import RecurrentLayer, unit_heads, unit_weights
-from moeserve.ops.elementwise import exp
+from moeserve.blocks.recurrent_layer import (
+    RecurrentLayer,
+    decay_factors,
+    unit_heads,
+    unit_weights,
+)
 from moeserve.ops.inputs import LayerCache, RowContext
 
 
@@ -34,7 +38,8 @@ class KimiDeltaLayer(RecurrentLayer):
         self.conv_CK = build.fp32(name + "conv")[:, 0]
         # Factors of the log decays
         self.decay_H1 = build.fp32(
-            name + "decay", lambda decay: -exp(decay[0, 0])[first : first + heads]
+            name + "decay",
+            lambda x: decay_factors(x[0, 0], spec.decay_tensor)[first : first + heads],
         )
         self.dt_bias_C = build.fp32(name + "dt_bias")
         self.unit = unit_weights(spec.head_dim, self.ops.device)  # weights for `unit_heads`

@@ -56,7 +56,7 @@ class Mamba1(RecurrentMixer):
         block.add("select", (self.rank + 2 * self.state, channels), "x_proj.weight")
         block.add("dt", (channels, self.rank), "dt_proj.weight", sharded=True)
         block.add("dt_shift", (channels,), "dt_proj.bias", sharded=True, fp32=True)
-        block.add("decay", (channels, self.state), "A_log", sharded=True, fp32=True)
+        block.add("decay", (channels, self.state), self.decay_tensor, sharded=True, fp32=True)
         block.add("skip", (channels,), "D", sharded=True, fp32=True)
         for name, size in (("dt", self.rank), ("b", self.state), ("c", self.state)):
             block.add(f"{name}_norm", (size,), f"{name}_layernorm.weight")

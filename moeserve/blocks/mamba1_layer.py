@@ -12,8 +12,7 @@ from torch import Tensor
 from moeserve.blocks.build import Builder
 from moeserve.blocks.linear import FP32, gather_unpadded, gathered_bytes
 from moeserve.blocks.mamba1 import Mamba1
-from moeserve.blocks.recurrent_layer import RecurrentLayer
-from moeserve.ops.elementwise import exp
+from moeserve.blocks.recurrent_layer import RecurrentLayer, decay_factors
 from moeserve.ops.inputs import LayerCache, RowContext
 from moeserve.ops.rules import SWIGLU, TILE
 
@@ -33,7 +32,9 @@ class Mamba1Layer(RecurrentLayer):
         self.conv_CK = build.fp32(name + "conv")[:, 0]
         self.conv_bias_C = build.fp32(name + "conv_bias") if spec.conv_bias else None
         self.dt_shift_C = build.fp32(name + "dt_shift")
-        self.a_NC = build.fp32(name + "decay", lambda decay: -exp(decay.T))
+        self.a_NC = build.fp32(
+            name + "decay", lambda x: decay_factors(x.T.contiguous(), spec.decay_tensor)
+        )
         self.skip_C = build.fp32(name + "skip")
         self.norms = [build.norm(f"{name}{part}_norm") for part in ("dt", "b", "c")]
 

@@ -54,7 +54,7 @@ class Mamba2(RecurrentMixer):
         convolved = inner, shared, shared
         block.stack("conv", shares("conv1d.weight", *convolved), 1, self.conv, fp32=True)
         block.stack("conv_bias", shares("conv1d.bias", *convolved), fp32=True)
-        block.add("decay", (heads,), "A_log", sharded=True, fp32=True)
+        block.add("decay", (heads,), self.decay_tensor, sharded=True, fp32=True)
         block.add("dt_bias", (heads,), "dt_bias", sharded=True, fp32=True)
         block.add("skip", (heads,), "D", sharded=True, fp32=True)
         block.add("norm", (inner,), "norm.weight", sharded=True)

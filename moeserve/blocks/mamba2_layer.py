@@ -12,8 +12,7 @@ from torch import Tensor
 from moeserve.blocks.build import Builder
 from moeserve.blocks.linear import FP32, gathered_bytes
 from moeserve.blocks.mamba2 import Mamba2
-from moeserve.blocks.recurrent_layer import RecurrentLayer
-from moeserve.ops.elementwise import exp
+from moeserve.blocks.recurrent_layer import RecurrentLayer, decay_factors
 from moeserve.ops.inputs import LayerCache, RowContext
 from moeserve.ops.linear import can_fuse
 from moeserve.ops.native_recurrent_block import RecurrentRule
@@ -34,7 +33,7 @@ class Mamba2Layer(RecurrentLayer):
         self.inputs = build.linear(name + "in")
         self.conv_CK = build.fp32(name + "conv")[:, 0]
         self.conv_bias_C = build.fp32(name + "conv_bias")
-        self.decay_H = build.fp32(name + "decay", lambda decay: -exp(decay))  # A, below 0
+        self.decay_H = build.fp32(name + "decay", lambda x: decay_factors(x, spec.decay_tensor))
         self.dt_bias_H = build.fp32(name + "dt_bias")
         self.skip_H1 = build.fp32(name + "skip")[:, None]  # D, factors of x that bypass the state
         # Norms of groups: first without weights (ones of a group's size), then times the weights

@@ -149,6 +149,8 @@ class RecurrentMixer(Mixer):
 
     rope: RopeSpec | None = None
     rule: KVRule = TILED
+    # The checkpoint's tensor with the factors of decays: A_log, or A = -exp(A_log) (GGUF)
+    decay_tensor: str = "A_log"
 
 
 def conv_cache(channels: int, inputs: int) -> tuple[CacheTensor, ...]:

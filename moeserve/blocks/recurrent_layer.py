@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moeserve.blocks.build import Builder
 from moeserve.blocks.mixer import Prepare
+from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import Positions, RowContext, StepInputs
 from moeserve.ops.table import Ops
 
@@ -39,10 +40,19 @@ class RecurrentLayer:
             ("tiles", group), partial(PrepareTiles, build.ops, group)
         )
         self.out = build.columns(name + "out", build.width)  # results of all ranks -> D
+        self.out_order: Tensor | None = None  # the order in which `out` takes them; None: as is
 
     def project_back(self, y_TN: Tensor, context: RowContext) -> Tensor:
         """Return the block's output [T, D] from this rank's results."""
-        return self.out(self.tp.gather_columns(y_TN, context.channel), context)
+        all_TN = self.tp.gather_columns(y_TN, context.channel)
+        if self.out_order is not None:
+            all_TN = all_TN.index_select(1, self.out_order)
+        return self.out(all_TN, context)
+
+
+def decay_factors(tensor: Tensor, name: str) -> Tensor:
+    """Return the factors A of decays, below 0, from a checkpoint's tensor of this name."""
+    return -exp(tensor) if name == "A_log" else tensor
 
 
 def unit_weights(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -46,9 +46,12 @@ def per_expert(
 
 
 PER_EXPERT = per_expert("mlp.experts")
-SPLIT = ExpertNames(
-    gate="mlp.experts.gate_proj", up="mlp.experts.up_proj", down="mlp.experts.down_proj"
-)  # of GGUF
+GGUF_EXPERTS = (  # the same for all architectures
+    ExpertNames(
+        gate="mlp.experts.gate_proj", up="mlp.experts.up_proj", down="mlp.experts.down_proj"
+    ),
+    ExpertNames(gate_up="mlp.experts.gate_up", down="mlp.experts.down_proj"),
+)
 FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj")
 
 
@@ -161,19 +164,38 @@ class WeightPlan:
         """
         # If all sources have the same name, they are stacked in one tensor.
         is_one_tensor = len(sources) > 1 and len({source for source, _, _ in sources}) == 1
-        start = 0  # first row of a source in the parameter
+        total = sum(count for _, count, _ in sources)
+        parts = []
         offset = 0  # first row of a source in its tensor
         for source, count, rows in sources:
+            taken = slice(offset + rows.start, offset + rows.stop)
+            parts.append((source, total if is_one_tensor else count, taken))
+            offset = offset + count if is_one_tensor else 0
+        self.pick(param, parts, *tail, widened=widened, fp32=fp32)
+
+    def pick(
+        self,
+        param: str,
+        sources: Sequence[tuple[str, int, slice]],
+        *tail: int,
+        widened: bool = False,
+        fp32: bool = False,
+    ) -> None:
+        """Add a parameter made of ranges of rows of tensors, in this order.
+
+        sources: (name, number of rows, rows to load) of each tensor. A tensor may be listed
+        several times. The other arguments are those of `stack`.
+        """
+        start = 0  # first row of a source in the parameter
+        for source, total, rows in sources:
             end = start + rows.stop - rows.start
-            total = sum(count for _, count, _ in sources) if is_one_tensor else count
             shape: tuple[int, ...] = (total, *tail)
-            take: Index = (slice(offset + rows.start, offset + rows.stop),)
+            take: Index = (rows,)
             if source.endswith(self.names.boxed):
                 shape = (1, *shape)
                 take = (0, *take)
             self.pieces.append(Piece(source, shape, param, at=(slice(start, end),), take=take))
             start = end
-            offset = offset + count if is_one_tensor else 0
         self.params.append(Param(param, (start, *tail), widened, fp32))
 
     def block(self, param_prefix: str, tensor_prefix: str, module: str = "") -> "BlockPlan":
@@ -233,6 +255,15 @@ class BlockPlan(NamedTuple):
             for name, rows, taken in parts
         ]
         self.plan.stack(self.param_prefix + param, sources, *tail, **options)
+
+    def pick(
+        self, param: str, parts: Iterable[tuple[str, int, slice]], *tail: int, **options: bool
+    ) -> None:
+        sources = [
+            (self.plan.spell(self.tensor_prefix, self.module + name), rows, taken)
+            for name, rows, taken in parts
+        ]
+        self.plan.pick(self.param_prefix + param, sources, *tail, **options)
 
     def share(self, name: str, rows: int) -> tuple[str, int, slice]:
         """Return this rank's share of a tensor's rows, as a source for `stack`."""

@@ -29,6 +29,9 @@ COMMANDS = {
     "launch": Command(
         "Serve", "launch", "serve on several machines: start, watch and stop all of them"
     ),
+    "pull": Command("Serve", "hub:Pull", "download a model from a Hugging Face hub, or update it"),
+    "list": Command("Serve", "hub:List", "list the models that were downloaded"),
+    "rm": Command("Serve", "hub:Remove", "remove models that were downloaded"),
     "chat": Command(
         "Talk to a running server",
         "talk:ChatSession",

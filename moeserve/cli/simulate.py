@@ -282,14 +282,16 @@ def _calibrated(path: Path, config: Config) -> _Setup:
 
 
 def read_spec(model: str) -> ModelSpec:
-    """Return the spec of a model: a folder, or its config.json, which is the only file read."""
-    from moeserve.loader.model_dir import resolve_model_dir
+    """Return the spec of a model, of which only the config is read: a folder, its config.json, or
+    a name on a hub.
+    """
+    from moeserve.models.fetch import fetch_config
     from moeserve.models.hf_config import read_model_spec
 
     path = Path(model)
     if path.name == "config.json" and path.is_file():
         return read_model_spec(path.parent)
-    return read_model_spec(resolve_model_dir(model))
+    return read_model_spec(fetch_config(model))
 
 
 def _measure(config: Config, path: Path) -> int:

@@ -108,10 +108,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if not 0 < args.minutes < math.inf:
         raise ConfigError(f"--minutes must be above 0, got {args.minutes:g}")
-    from moeserve.loader.model_dir import resolve_model_dir
+    from moeserve.models.fetch import fetch_config
     from moeserve.models.hf_config import read_model_spec
 
-    spec = read_model_spec(resolve_model_dir(args.model)) if args.model else None
+    spec = read_model_spec(fetch_config(args.model)) if args.model else None
     import torch
 
     if not torch.cuda.is_available():

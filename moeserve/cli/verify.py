@@ -136,7 +136,10 @@ def _report_differences(config: Config, entries: list[ReceiptInFile]) -> int:
     """Print and count differences. Recompute only answers of this model's weights."""
     from moeserve.loader.checkpoint import weights_digest
     from moeserve.loader.model_dir import resolve_model_dir
+    from moeserve.models.fetch import local_config_now
 
+    model = config.model.model
+    config = local_config_now(config)
     weights, _ = weights_digest(resolve_model_dir(config.model.model))
     num_faults = 0
     comparable = []
@@ -154,9 +157,7 @@ def _report_differences(config: Config, entries: list[ReceiptInFile]) -> int:
         if receipt.weights != weights and not has_no_weights:
             num_faults += 1
             shown_weights = receipt.weights or "unknown"
-            _print_about(
-                receipt, f"weights: {shown_weights}, but {config.model.model} has {weights}"
-            )
+            _print_about(receipt, f"weights: {shown_weights}, but {model} has {weights}")
         elif fault := check_form(receipt):
             num_faults += 1
             _print_about(receipt, f"form: {fault}")

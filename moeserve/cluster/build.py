@@ -47,7 +47,7 @@ def build_runner(config: Config, role: Role, progress: Progress) -> Built:
     build = _build_grouped if role.grouped else _build_single
     threaded, limits, runner = build(config, role, progress)
     ready = _facts_of(
-        config,
+        runner.config,
         spec,
         limits,
         began_at_s,
@@ -74,6 +74,7 @@ def _build_single(config: Config, role: Role, progress: Progress) -> RankBuild:
 
     assert role.world.size == 1, "an engine with several ranks must be grouped"
     runner = make_rank(config, role.world, None, grouped=False)
+    runner.folder = role.folder
     threaded = ThreadedRunner(runner)
     try:
         # Prepare in the thread that will run the model.
@@ -89,6 +90,7 @@ def _build_grouped(config: Config, role: Role, progress: Progress) -> RankBuild:
         from moeserve.runner.group import GroupedRunner
 
         runner = make_rank(config, role.world, role.placement, grouped=True)
+        runner.folder = role.folder
         threaded = GroupedRunner(runner, team)
         try:
             limits = threaded.prepare_model(progress)
@@ -155,7 +157,7 @@ def _facts_of(
     expert_itemsize = weight_itemsize
     num_expert_weights = len(spec.moe_layers) * spec.num_experts * spec.expert_weights
     compression = config.model.lossless_compression
-    if compression != "off" and weight_itemsize == 2:
+    if compression not in ("auto", "off") and weight_itemsize == 2:
         from moeserve.ops.native_layer import BYTES_IN_12_BITS  # imports torch
 
         expert_itemsize = BYTES_IN_12_BITS

@@ -57,11 +57,16 @@ from moeserve.cluster.rendezvous import (
 from moeserve.cluster.rundir import RunDir
 from moeserve.config import Config
 from moeserve.errors import ActorStopped, ConfigError, EngineDied, Overloaded
+from moeserve.hub.progress import TerminalProgress
+from moeserve.loader.model_dir import hub_name_of
+from moeserve.models.fetch import local_config
 
 log = logging.getLogger(__name__)
 
 JOIN_S = 4.0  # timeout from the start of the process, so that an error is printed within 5 s
 LAUNCHED_JOIN_S = 600.0  # timeout under a launcher, whose machine 0 may still pull an image
+# Timeout if the model is on a hub: machine 0 may still download it. The log says what it waits for.
+DOWNLOAD_JOIN_S = 86_400.0
 MIN_JOIN_S = 1.0  # shortest timeout for joining, if the start of the process was slow
 RETRY_INTERVAL_S = 0.1  # between attempts to join, and between attempts to report an end
 KEEP_S = 30.0  # time for another front end to take over the engines of a lost one
@@ -108,6 +113,11 @@ async def _until_signal(config: Config, join_s: float) -> int:
 
 async def _join_and_serve(config: Config, join_s: float) -> None:
     secret = read_secret(str(config.parallel.cluster_key_file))
+    if (name := hub_name_of(config.model.model)) is not None:
+        report_state(f"getting {name}")
+        join_s = max(join_s, DOWNLOAD_JOIN_S)
+        with TerminalProgress() as progress:
+            config = await local_config(config, progress)
     clock = asyncio.get_running_loop().time
     run_dir = RunDir()
     host = LocalHost(run_dir.path)

@@ -16,10 +16,12 @@ from moeserve.config import Config
 from moeserve.errors import ConfigError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.receipt_signer import ReceiptSigner
+from moeserve.hub.progress import TerminalProgress
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.generation_config import generation_defaults
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.logits_processors import known_names
+from moeserve.models.fetch import local_config
 from moeserve.models.hf_config import read_model_spec
 from moeserve.text.answer_data import find_format
 from moeserve.text.chat_template import ChatTemplate
@@ -42,7 +44,8 @@ async def open_front_end(
 ) -> AsyncIterator[FrontEnd]:
     """Yield a running front end while the engine is still loading (await `wait_ready()`).
 
-    Raises ConfigError at once for errors in the model's files.
+    Downloads the model if it is on a hub and not in the cache. Raises ConfigError at once for
+    errors in the model's files.
 
     Args:
         child: Run the engine in a supervised process. False: run it on this loop, with a thread.
@@ -51,6 +54,8 @@ async def open_front_end(
         signs: Create receipts and log requests, as configured.
         prepared: A front end from `prepare`.
     """
+    with TerminalProgress() as progress:
+        config = await local_config(config, progress)
     model_dir = resolve_model_dir(config.model.model)
     check_parallel(config, read_model_spec(model_dir))
     link: EngineLink

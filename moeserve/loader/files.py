@@ -46,14 +46,16 @@ def model_file(model_dir: Path, name: str) -> Path:
 
 
 def _blobs(home: Path) -> list[Path]:
-    """Return the directory of the files to which a snapshot in the Hugging Face cache links.
+    """Return the directories of the files to which a snapshot in the Hugging Face cache links:
+    the repository's, and the one that all repositories share.
 
     home: a directory models--ORG--NAME/snapshots/REVISION, or one below it.
     """
     return [
-        (snapshots.parent / "blobs").resolve()
+        (owner / "blobs").resolve()
         for snapshots in home.parents
         if snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--")
+        for owner in snapshots.parents[:2]
     ]
 
 

@@ -13,6 +13,12 @@ SOFTMAX = 1
 SIGMOID = 2
 SOFTMAX_OF_SELECTED = 3  # softmax over the logits of the selected experts only
 SHARED_SIZE = "expert_shared_feed_forward_length"
+# An array with the layers that have a sliding window, or a number: one of so many has none
+SLIDING_PATTERN = "attention.sliding_window_pattern"
+SLIDING_THETA = "rope.freq_base_swa"
+ROPE_FACTORS = "rope_freqs.weight"  # the scale factor of each rotary wavelength
+ROPE_FACTORS_SHORT = "rope_factors_short.weight"  # LongRoPE's factors
+ROPE_FACTORS_LONG = "rope_factors_long.weight"
 
 Shape = tuple[int, ...]
 
@@ -34,9 +40,18 @@ class GGUFArchitecture:
     shared: str = "mlp.shared_experts"  # the module of shared experts
     # The converter reordered the rows of q and k: the two rows of a rotary pair are adjacent.
     interleaved_rope: bool = False
+    rope_keys: Mapping[str, str] = field(default_factory=dict)  # GGUF key -> key of rope_parameters
+    rope_defaults: Mapping[str, Any] = field(default_factory=dict)  # their values if absent
+    # Layers with a window have a rotary embedding with its own base, and without scaling.
+    sliding_rope: bool = False
+    # The key of the epsilon of norms
+    norm_key: str = "attention.layer_norm_rms_epsilon"
+    # GGUF keys with a value for each layer, which `config` reads. Other functions read the first.
+    per_layer: Collection[str] = ()
     # Reads further metadata. Returns keys of config.json, which replace others. Its arguments are
     # the architecture's metadata, without the prefix "ARCHITECTURE.", and the shapes of all tensors
-    # by their GGUF names.
+    # by their GGUF names. The metadata also have the values of ROPE_FACTORS, or None, and those of
+    # the other tensors of factors.
     config: Callable[[Fields, Mapping[str, Shape]], dict[str, Any]] = no_config
     other_keys: Collection[str] = ()  # GGUF keys that `config` reads, or that have no effect
     model: str = "model."  # the prefix of the decoder's tensors in a Hugging Face checkpoint
@@ -44,8 +59,8 @@ class GGUFArchitecture:
     # GGUF name -> Hugging Face name
     names: Mapping[str, str] = field(default_factory=dict)  # within a layer
     global_names: Mapping[str, str] = field(default_factory=dict)  # outside of layers
-    # The MTP layer, if its names differ from those of decoder layers: the prefix of its tensors,
-    # and GGUF name within the layer ("nextn.eh_proj") -> Hugging Face name
+    # MTP layers, if their names differ from those of decoder layers: the prefix of their tensors,
+    # and GGUF name within the layer ("nextn.eh_proj") -> Hugging Face name. `{}`: 0 for the first.
     mtp_layer: str = ""
     mtp_names: Mapping[str, str] = field(default_factory=dict)
     # The same with endings, if the endings differ: "ssm_a" -> "linear_attn.A_log"

@@ -15,9 +15,19 @@ from typing import Any
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.fields import Fields
-from moeserve.loader.gguf_architecture import SIGMOID, SOFTMAX, GGUFArchitecture
+from moeserve.loader.gguf_architecture import (
+    ROPE_FACTORS,
+    ROPE_FACTORS_LONG,
+    ROPE_FACTORS_SHORT,
+    SIGMOID,
+    SLIDING_PATTERN,
+    SLIDING_THETA,
+    SOFTMAX,
+    GGUFArchitecture,
+)
 from moeserve.loader.gguf_architectures import ARCHITECTURES
 from moeserve.loader.gguf_file import GGUFHeader, read_model
+from moeserve.loader.gguf_layers import FULL, SLIDING, rotated_share
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored_format import GGML_FORMATS
 
@@ -66,7 +76,6 @@ _OTHER_KEYS = {  # read by functions below, or without effect
 # Keys with values that no tensor's shape can verify. llama.cpp requires them, too.
 _REQUIRED = (
     "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
     "block_count",
     "context_length",
     "embedding_length",
@@ -79,7 +88,8 @@ _DEFAULTS = {
     "routed_scaling_factor": 1.0,
     "sliding_window": None,
 }
-ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's scale factor of each rotary wavelength
+# Tensors whose values are part of the config
+CONFIG_TENSORS = (ROPE_FACTORS, ROPE_FACTORS_SHORT, ROPE_FACTORS_LONG)
 _SAMPLING = {  # key of generation_config.json -> GGUF key, after "general.sampling."
     "temperature": "temp",
     "top_k": "top_k",
@@ -95,6 +105,11 @@ _END_TOKENS = (
     "<|call|>",
     "<|endoftext|>",
     "<|end_of_text|>",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
+    "<|flush|>",
+    "<|calls|>",
 )
 
 
@@ -144,8 +159,11 @@ def architecture_of(headers: list[GGUFHeader]) -> tuple[GGUFArchitecture, dict[s
             "docs/models.md lists it"
         )
     prefix = f"{name}."
+    num_layers = header.metadata.get(f"{prefix}block_count")
     arch_meta = {
-        key.removeprefix(prefix): _config_value(value)
+        key.removeprefix(prefix): _config_value(
+            value, num_layers if key != prefix + SLIDING_PATTERN else None
+        )
         for key, value in header.metadata.items()
         if key.startswith(prefix)
     }
@@ -169,10 +187,23 @@ def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
     tensors = [tensor for header in headers for tensor in header.tensors]
     names = {tensor.name for tensor in tensors}
     _check_keys(path, arch, arch_meta)
-    values = Fields(path, arch_meta, {"expert_gating_func": 0, "nextn_predict_layers": 0})
+    defaults = {"expert_gating_func": 0, "nextn_predict_layers": 0}
+    per_layer = Fields(path, arch_meta, defaults | _config_tensors(tensors))
+    first = {
+        key: value[0]
+        for key in arch.per_layer
+        if isinstance(value := arch_meta.get(key), list) and value
+    }
+    values = Fields(path, {**arch_meta, **first}, defaults)
     if values.raw("expert_gating_func") not in (0, arch.gating):
         raise values.error("expert_gating_func", f"{arch.architecture} has {arch.gating}")
     values.only(**{"attention.causal": True})
+    for name in (ROPE_FACTORS_SHORT, ROPE_FACTORS_LONG):
+        if per_layer.raw(name) and name not in arch.other_keys:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is not supported for {arch.architecture}; serve the "
+                "model's safetensors checkpoint"
+            )
     embedding = next((tensor for tensor in tensors if tensor.name == "token_embd.weight"), None)
     if embedding is None:
         raise CheckpointError(
@@ -197,25 +228,26 @@ def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
         "eos_token_id": _end_ids(meta) or None,
         "num_hidden_layers": values.integer("block_count", 1, _MAX_INTEGER) - num_mtp_layers,
         "num_nextn_predict_layers": num_mtp_layers,
-        "rope_factors": _rope_factors(tensors),
+        "rope_factors": per_layer.raw(ROPE_FACTORS),
         "rope_parameters": _rope(values, arch),
         "tie_word_embeddings": "output.weight" not in names,
         "vocab_size": embedding.shape[0],
     }
     shapes = {tensor.name: tensor.shape for tensor in tensors}
-    return config | _quantization_config(tensors) | arch.config(values, shapes)
+    return config | _quantization_config(tensors) | arch.config(per_layer, shapes)
 
 
 def _check_keys(path: Path, arch: GGUFArchitecture, arch_meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError for unknown keys, and for missing keys that no shape can verify."""
     for key in arch_meta:
-        if not any(key in known for known in (_KEYS, arch.keys, arch.other_keys, _OTHER_KEYS)):
+        tables = (_KEYS, _OTHER_KEYS, arch.keys, arch.rope_keys, arch.other_keys)
+        if not any(key in known for known in tables):
             raise CheckpointError(
                 f"{path}: the metadata key {key[:80]!r} of its architecture is not known, and may "
                 "change what the model computes; serve the model's safetensors checkpoint"
             )
     expert_keys = ("expert_used_count",) if arch_meta.get("expert_count") else ()
-    for key in (*_REQUIRED, *arch.required, *expert_keys):
+    for key in (*_REQUIRED, arch.norm_key, *arch.required, *expert_keys):
         if key not in arch_meta:
             raise CheckpointError(
                 f"{path}: the metadata key {key!r} of its architecture is missing, and nothing "
@@ -228,13 +260,20 @@ def _attention(values: Fields, arch: GGUFArchitecture) -> dict[str, Any]:
     arch_meta = values.values
     width = values.integer("embedding_length", 1, _MAX_INTEGER)
     heads = values.integer("attention.head_count", 1, _MAX_INTEGER)
-    head_dim = arch_meta.get("attention.key_length") or width // heads
-    if arch_meta.get("attention.value_length", head_dim) != head_dim:
+    head_dim = width // heads
+    if arch_meta.get("attention.key_length"):
+        head_dim = values.integer("attention.key_length", 1, _MAX_INTEGER)
+    has_other_values = "attention.value_length" in arch.keys
+    if not has_other_values and arch_meta.get("attention.value_length", head_dim) != head_dim:
         raise values.error("attention.value_length", f"supported: {head_dim}, the length of keys")
-    config = {"head_dim": head_dim, "rope_interleaved_rows": arch.interleaved_rope}
-    rotary_dim = arch_meta.get("rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
-        config["partial_rotary_factor"] = rotary_dim / head_dim
+    config: dict[str, Any] = {
+        "head_dim": head_dim,
+        "rope_interleaved_rows": arch.interleaved_rope,
+    }
+    has_rope = "rope.dimension_count" not in arch.other_keys
+    if has_rope and arch_meta.get("rope.dimension_count", head_dim) != head_dim:
+        rotary_dim = values.integer("rope.dimension_count", 1, head_dim)
+        config["partial_rotary_factor"] = rotated_share(rotary_dim, head_dim)
     return config
 
 
@@ -293,14 +332,21 @@ def _rope(values: Fields, arch: GGUFArchitecture) -> dict[str, Any]:
             mscale = round(arch_meta["rope.scaling.yarn_log_multiplier"] * 10, 6)
             rope["mscale"] = mscale
             rope["mscale_all_dim"] = mscale
+    own = {name: arch_meta[key] for key, name in arch.rope_keys.items() if key in arch_meta}
+    rope = {**rope, **arch.rope_defaults, **own}
+    if arch.sliding_rope:
+        theta = arch_meta.get(SLIDING_THETA, rope["rope_theta"])
+        return {FULL: rope, SLIDING: {"rope_theta": theta}}
     return rope
 
 
-def _rope_factors(tensors: list[TensorInfo]) -> list[float] | None:
-    """Read the scale factor of each rotary wavelength; None if the file has none."""
-    tensor = next((tensor for tensor in tensors if tensor.name == ROPE_FACTORS), None)
-    if tensor is None:
-        return None
+def _config_tensors(tensors: list[TensorInfo]) -> dict[str, list[float] | None]:
+    """Read the tensors whose values are part of the config; None for those that are absent."""
+    found = {tensor.name: tensor for tensor in tensors if tensor.name in CONFIG_TENSORS}
+    return {name: _floats(found[name]) if name in found else None for name in CONFIG_TENSORS}
+
+
+def _floats(tensor: TensorInfo) -> list[float]:
     if tensor.dtype != "F32" or len(tensor.shape) != 1:
         raise CheckpointError(
             f"{tensor} is {tensor.dtype} {list(tensor.shape)}; supported: F32 with one dimension"
@@ -320,7 +366,10 @@ def _end_ids(meta: Mapping[str, Any]) -> list[int]:
     """Return the ids of tokens that end an answer: those in the metadata, and `_END_TOKENS`."""
     ids = (meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     tokens = meta.get("tokenizer.ggml.tokens", [])
-    known = (tokens.index(token) for token in _END_TOKENS if token in tokens)
+    ends = [token for token in _END_TOKENS if token in tokens]
+    if "<|end|>" in tokens and not {"<|call|>", "<|calls|>"} & {*ends}:
+        ends.append("<|end|>")  # where it does not only end a part of an answer
+    known = (tokens.index(token) for token in ends)
     return [*(number for number in ids if isinstance(number, int)), *known]
 
 
@@ -342,24 +391,18 @@ def _dtype(tensors: list[TensorInfo]) -> str:
     return {"F32": "float32", "F16": "float16"}.get(sizes.most_common(1)[0][0], "bfloat16")
 
 
-def num_decoder_layers(path: Path, arch_meta: Mapping[str, Any]) -> int:
-    """Return the number of decoder layers, without those for multi-token prediction (MTP)."""
-    values = Fields(path, arch_meta, {"nextn_predict_layers": 0})
-    num_layers = values.integer("block_count", 1, _MAX_INTEGER)
-    return num_layers - values.integer("nextn_predict_layers", 0, num_layers)
-
-
-def _config_value(value: Any) -> Any:
+def _config_value(value: Any, num_layers: int | None = None) -> Any:
     """Return a metadata value as config.json would have it.
 
-    Floats lose the digits that fp32 adds (0.1, not 0.10000000149). An array of equal numbers (one
-    per layer) becomes one number.
+    Floats lose the digits that fp32 adds (0.1, not 0.10000000149). An array of equal numbers, one
+    for each of `num_layers`, becomes one number.
     """
     import numpy as np  # slow to import, and not needed by readers of safetensors models
 
     if isinstance(value, np.ndarray):
-        value = value.tolist()
-        return value[0] if value and all(item == value[0] for item in value) else value
+        values = [_config_value(item) for item in value.tolist()]
+        is_same = bool(values) and all(item == values[0] for item in values)
+        return values[0] if is_same and len(values) == num_layers else values
     return (
         float(str(np.float32(value)))
         if isinstance(value, float) and math.isfinite(value)

@@ -20,7 +20,7 @@ from moeserve.loader.stored_format import IQ1_CODES, IQ2_CODES, IQ3_S_CODES, IQ3
 
 
 @cache
-def _grid(name: str) -> Tensor:
+def grid(name: str) -> Tensor:
     """Return a grid: the codes of each entry's weights, uint8 [entries, 4 or 8]."""
     with (files("moeserve") / "assets/gguf_grids.npz").open("rb") as file:
         return torch.from_numpy(np.load(file)[name])
@@ -81,7 +81,7 @@ def _iq2_xxs(raw: Tensor) -> Blocks:
     places = torch.unflatten(raw[..., 2:], -1, (8, 8))[..., :4].flatten(-2).long()
     tops = words(raw[..., 2:], torch.int32)[..., 1::2]
     signs = _even_signs()[fields(tops, 7, 4).flatten(-2)]
-    codes = _entries(_grid("iq2_xxs"), places)
+    codes = _entries(grid("iq2_xxs"), places)
     return _blocks(codes, _odd(tops >> 28), half(raw, 0) / 8, IQ2_CODES, signs)
 
 
@@ -89,14 +89,14 @@ def _iq2_xs(raw: Tensor) -> Blocks:
     """8 weights have a word of 9 grid bits and 7 sign bits; 32 scales of 4 bits come last."""
     pairs = words(raw[..., 2:66], torch.int16)
     signs = _even_signs()[pairs >> 9]
-    codes = _entries(_grid("iq2_xs"), pairs & 511)
+    codes = _entries(grid("iq2_xs"), pairs & 511)
     return _blocks(codes, _nibble_scales(raw[..., 66:]), half(raw, 0) / 8, IQ2_CODES, signs)
 
 
 def _iq2_s(raw: Tensor) -> Blocks:
     """8 weights have 10 grid bits, of which the upper 2 lie apart, and a byte of signs."""
     high = fields(raw[..., 66:74], 2, 4).flatten(-2).long()
-    codes = _entries(_grid("iq2_s"), raw[..., 2:34].long() | high << 8)
+    codes = _entries(grid("iq2_s"), raw[..., 2:34].long() | high << 8)
     signs = raw[..., 34:66].long()
     return _blocks(codes, _nibble_scales(raw[..., 74:]), half(raw, 0) / 8, IQ2_CODES, signs)
 
@@ -105,21 +105,21 @@ def _iq3_xxs(raw: Tensor) -> Blocks:
     """4 weights have a grid byte; a word per 32 weights is as in IQ2_XXS."""
     tops = words(raw[..., 66:], torch.int32)
     signs = _even_signs()[fields(tops, 7, 4).flatten(-2)]
-    codes = _entries(_grid("iq3_xxs"), raw[..., 2:66].long())
+    codes = _entries(grid("iq3_xxs"), raw[..., 2:66].long())
     return _blocks(codes, _odd(tops >> 28), half(raw, 0) / 4, IQ3_XXS_CODES, signs)
 
 
 def _iq3_s(raw: Tensor) -> Blocks:
     """4 weights have 9 grid bits, of which the upper one lies apart; 8 weights a byte of signs."""
     high = fields(raw[..., 66:74], 1, 8).flatten(-2).long()
-    codes = _entries(_grid("iq3_s"), raw[..., 2:66].long() | high << 8)
+    codes = _entries(grid("iq3_s"), raw[..., 2:66].long() | high << 8)
     signs = raw[..., 74:106].long()
     return _blocks(codes, _nibble_scales(raw[..., 106:]), half(raw, 0), IQ3_S_CODES, signs)
 
 
 def _iq1_codes(places: Tensor, negative: Tensor) -> Tensor:
     """Return codes: the ternary numbers of a grid, shifted by an eighth up or down."""
-    return _entries(_grid("iq1_s"), places) | (negative.unsqueeze(-1) << 2).to(torch.uint8)
+    return _entries(grid("iq1_s"), places) | (negative.unsqueeze(-1) << 2).to(torch.uint8)
 
 
 def _iq1_s(raw: Tensor) -> Blocks:

@@ -1,5 +1,8 @@
 """Decodes the blocks of ggml's quantized types, as ggml-quants.c does.
 
+gguf_native.py decodes the frequent types faster. The decoders here are its references, and decode
+the other types.
+
 Blocks of 256 weights have a small integer scale for every 16 or 32 weights.
 
 Shapes: n rows, B blocks per row.
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import CheckpointError
+from moeserve.loader import gguf_native
 from moeserve.loader.gguf_blocks import Blocks, fields, half, nibbles, strided_fields
 from moeserve.loader.gguf_file import TYPES
 from moeserve.loader.gguf_grids import GRID_DECODERS
@@ -23,20 +27,59 @@ from moeserve.ops.quantized import E2M1_INTEGERS, Quantized
 _TYPES_BY_NAME = {tensor_type.name: tensor_type for tensor_type in TYPES.values()}
 
 
-def read_blocks(
+def read_raw(
     tensor: TensorInfo, take: Index, read: Callable[[TensorInfo, Index], Tensor]
-) -> Blocks:
-    """Read and decode rows of a tensor. take: index in all dimensions but the last.
+) -> Tensor:
+    """Read the blocks of rows of a tensor, uint8 [n, B, bytes].
 
-    Raises CheckpointError if a scale is NaN or infinite.
+    take: index in all dimensions but the last.
     """
     tensor_type = _TYPES_BY_NAME[tensor.dtype]
     row_bytes = tensor.shape[-1] // tensor_type.block_size * tensor_type.block_bytes
     raw = read(replace(tensor, dtype="U8", shape=(*tensor.shape[:-1], row_bytes)), take)
-    blocks = _DECODERS[tensor.dtype](raw.view(*raw.shape[:-1], -1, tensor_type.block_bytes))
+    return torch.unflatten(raw, -1, (-1, tensor_type.block_bytes))
+
+
+def read_blocks(
+    tensor: TensorInfo, take: Index, read: Callable[[TensorInfo, Index], Tensor]
+) -> Blocks:
+    """Read and decode rows of a tensor, as `read_raw` and `decode` do."""
+    return decode(tensor, read_raw(tensor, take, read))
+
+
+def decode(tensor: TensorInfo, raw: Tensor, *, use_native: bool = True) -> Blocks:
+    """Decode blocks of a tensor.
+
+    use_native: by the native decoder of the type, if there is one; otherwise by its reference.
+
+    Raises CheckpointError if a scale is NaN or infinite.
+    """
+    if use_native and gguf_native.decodes(tensor.dtype):
+        native_blocks = gguf_native.decode_blocks(
+            tensor.dtype, raw, _TYPES_BY_NAME[tensor.dtype].block_size
+        )
+        if native_blocks is None:
+            raise _not_finite(tensor)
+        return native_blocks
+    blocks = _DECODERS[tensor.dtype](raw)
     if not all(part is None or part.isfinite().all() for part in (blocks.scales, blocks.mins)):
-        raise CheckpointError(f"{tensor} has a scale that is NaN or infinite; download it again")
+        raise _not_finite(tensor)
     return blocks
+
+
+def decode_into(tensor: TensorInfo, raw: Tensor, into: Quantized) -> None:
+    """Decode blocks of rows into a parameter of the type's own kind, or of int8 (see `fill`).
+
+    Raises CheckpointError if a scale is NaN or infinite.
+    """
+    if not (gguf_native.decodes(tensor.dtype) and gguf_native.fits(tensor.dtype, into)):
+        fill(decode(tensor, raw), into)
+    elif not gguf_native.decode_into(tensor.dtype, raw, into):
+        raise _not_finite(tensor)
+
+
+def _not_finite(tensor: TensorInfo) -> CheckpointError:
+    return CheckpointError(f"{tensor} has a scale that is NaN or infinite; download it again")
 
 
 def dense(blocks: Blocks) -> Tensor:

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from moeserve.errors import CheckpointError
+from moeserve.loader.fields import Fields
 from moeserve.loader.gguf_architecture import GGUFArchitecture
-from moeserve.loader.gguf_config import ROPE_FACTORS, architecture_of, num_decoder_layers
+from moeserve.loader.gguf_config import CONFIG_TENSORS, architecture_of
 from moeserve.loader.gguf_file import read_model
+from moeserve.loader.gguf_layers import num_layers
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import StoredWeight
 from moeserve.loader.stored_format import GGML_FORMATS
@@ -59,24 +61,25 @@ def gguf_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, StoredWei
     """Return a model's tensors by their Hugging Face names, and the quantized ones among them."""
     headers = read_model(path)
     arch, arch_meta = architecture_of(headers)
-    num_layers = num_decoder_layers(path, arch_meta)
+    first_mtp_layer = num_layers(Fields(path, arch_meta, {"nextn_predict_layers": 0}))
     tensors = {}
     outer_scales = {}  # by name of the weight that they multiply
     for tensor in (tensor for header in headers for tensor in header.tensors):
-        if tensor.name == ROPE_FACTORS:
+        if tensor.name in CONFIG_TENSORS:
             continue  # part of the config
         if tensor.name.endswith(".scale") and _is_outer_scale(tensor.name, arch):
             weight = tensor.name.removesuffix(".scale") + ".weight"
-            outer_scales[_hugging_face_name(weight, arch, num_layers)] = tensor
+            outer_scales[_hugging_face_name(weight, arch, first_mtp_layer)] = tensor
             continue
-        name = _hugging_face_name(tensor.name, arch, num_layers)
+        name = _hugging_face_name(tensor.name, arch, first_mtp_layer)
         shape = _hugging_face_shape(tensor, arch)
         if name in tensors:
             raise CheckpointError(
                 f"{path}: tensor {tensor.name!r} is in two files, or under two names in one"
             )
         tensors[name] = replace(tensor, name=name, shape=shape)
-    embedding = tensors.get(f"{arch.model}embed_tokens.weight")
+    embed = arch.global_names.get("token_embd", f"{arch.model}embed_tokens")
+    embedding = tensors.get(f"{embed}.weight")
     if embedding and embedding.dtype in GGML_FORMATS:
         # A tied LM head stays quantized, while the embedding table is dequantized.
         tensors.setdefault("lm_head.weight", replace(embedding, name="lm_head.weight"))
@@ -116,7 +119,7 @@ def _hugging_face_shape(tensor: TensorInfo, arch: GGUFArchitecture) -> tuple[int
     return tensor.shape
 
 
-def _hugging_face_name(name: str, arch: GGUFArchitecture, num_layers: int) -> str:
+def _hugging_face_name(name: str, arch: GGUFArchitecture, first_mtp_layer: int) -> str:
     """Return the name in a Hugging Face checkpoint; unknown names are unchanged.
 
     blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight
@@ -130,11 +133,11 @@ def _hugging_face_name(name: str, arch: GGUFArchitecture, num_layers: int) -> st
             return f"{model}{_GLOBAL_NAMES[base]}.{ending}"
         return name
     layer, base, ending = block.groups(default="")
-    if base in arch.mtp_names:
-        return f"{arch.mtp_names[base]}{ending}"
     prefix = f"{arch.model}layers.{layer}."
-    if arch.mtp_layer and int(layer) >= num_layers:
-        prefix = arch.mtp_layer
+    if (mtp_layer := int(layer) - first_mtp_layer) >= 0:
+        if base in arch.mtp_names:
+            return f"{arch.mtp_names[base].format(mtp_layer)}{ending}"
+        prefix = arch.mtp_layer.format(mtp_layer) or prefix
     new_name = _layer_name(base, ending, arch)
     return f"{prefix}{new_name}" if new_name else name
 
@@ -150,6 +153,8 @@ def _layer_name(base: str, ending: str, arch: GGUFArchitecture) -> str:
         if experts[2] == "shexp":
             return f"{arch.shared}.{product}{ending}"
         return f"mlp.experts.{product}{'_bias' if ending == '.bias' else ''}"
+    if base == "ffn_gate_up_exps":
+        return f"mlp.experts.gate_up{'_bias' if ending == '.bias' else ''}"
     if base == "exp_probs_b":
         return "mlp.gate.e_score_correction_bias"
     if base == "attn_sinks":

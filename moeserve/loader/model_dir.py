@@ -1,12 +1,14 @@
 """Resolves a model's name: the built-in model, a path, or a copy in the Hugging Face cache."""
 
-import os
-import re
 from importlib.resources import files
 from pathlib import Path
 
 from moeserve.config import DEMO
 from moeserve.errors import CheckpointError
+from moeserve.hub.cache import CachedRepo, complete_sizes, not_cached
+from moeserve.hub.memory import memory_limit
+from moeserve.hub.names import HubName, parse_hub_name
+from moeserve.hub.select import Selection, SeveralModels, select
 from moeserve.loader.checkpoint import weight_files
 from moeserve.loader.files import (
     CONFIG,
@@ -14,12 +16,17 @@ from moeserve.loader.files import (
     begins_as_gguf,
     config_name,
     has_gguf_name,
-    is_gguf,
     model_file,
 )
 from moeserve.loader.gguf_file import first_file, models_in
 
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:/[\w.-]+)*)")  # org/name, and a path in it
+
+class NotCached(CheckpointError):
+    """The name is that of a model on a hub, which has no complete copy in the cache."""
+
+    def __init__(self, name: HubName) -> None:
+        super().__init__(f"{not_cached(name)} of that name; run `moeserve pull {name}` first")
+        self.name = name
 
 
 def resolve_model_dir(name: str) -> Path:
@@ -30,10 +37,9 @@ def resolve_model_dir(name: str) -> Path:
     | demo | the built-in model |
     | a directory | itself, or the only GGUF model in it |
     | a GGUF file | itself; the first file of a split model |
-    | org/name | the model's copy in the Hugging Face cache |
-    | org/name/path | a directory or a GGUF file in that copy |
+    | a name on a hub (hub/names.py) | the model's copy in the Hugging Face cache |
 
-    Downloads nothing. Raises CheckpointError if there is no such model.
+    Downloads nothing. Raises NotCached, or CheckpointError if there is no such model.
     """
     if name == DEMO:
         demo = Path(str(files("moeserve") / "assets" / "demo"))
@@ -42,34 +48,63 @@ def resolve_model_dir(name: str) -> Path:
                 f"the built-in model is missing from {demo}; reinstall moeserve or pass a directory"
             )
         return demo
+    hub_name = hub_name_of(name)
+    if hub_name is not None:
+        copy = cached_model(hub_name)
+        if copy is None:
+            raise NotCached(hub_name)
+        return copy
+    path = Path(name).expanduser()
+    return _only_gguf(path.resolve()) if path.is_dir() else _gguf(path)
+
+
+def hub_name_of(name: str) -> HubName | None:
+    """Return the name of a model on a hub, or None for a path of this machine.
+
+    Raises CheckpointError for text that is neither.
+    """
     try:
-        path = Path(name).expanduser()
-        is_dir = path.is_dir()
-        exists = path.exists()
+        exists = bool(name) and Path(name).expanduser().exists()
     except (OSError, RuntimeError) as error:  # a name too long, an unknown ~user
         raise CheckpointError(
             f"{name[:200]!r} is not a directory: {getattr(error, 'strerror', error)}"
         ) from None
-    if is_dir and name:
-        return _only_gguf(path.resolve())
-    if exists and name:
-        return _gguf(path)
-    hub_id = _HUB_ID.fullmatch(name)
-    if hub_id is None or ".." in hub_id[2].split("/"):
+    if exists or name == DEMO:
+        return None
+    hub_name = parse_hub_name(name)
+    if hub_name is None:
         raise CheckpointError(
             f"there is no directory {name!r}; pass a Hugging Face model directory, a GGUF file, "
-            f"or {DEMO!r} for the built-in model"
+            f"owner/name of a model on a hub, or {DEMO!r} for the built-in model"
         )
-    repo = hub_id[1]
-    inner = hub_id[2].lstrip("/")
-    cache = _hub_cache()
-    if snapshot := _hub_snapshot(cache, repo, inner):
-        return snapshot
-    raise CheckpointError(
-        f"there is no directory {name!r}, and {cache} has no complete copy of a model of that "
-        f"name. moeserve downloads nothing: run `hf download {repo}` first, then pass the "
-        "directory that it prints"
-    )
+    return hub_name
+
+
+def cached_model(name: HubName) -> Path | None:
+    """Return the complete copy of a model in the cache, or None.
+
+    Raises SeveralModels if the copy has several models, and the name does not say which.
+    """
+    snapshot = CachedRepo.named(name.repo).snapshot(name.revision)
+    if snapshot is None:
+        return None
+    try:
+        snapshot = snapshot.resolve()
+        return _complete(snapshot, select(complete_sizes(snapshot), name, memory_limit))
+    except SeveralModels:
+        raise
+    except (OSError, CheckpointError):
+        return None
+
+
+def _complete(snapshot: Path, selection: Selection) -> Path:
+    """Return the path of a model in a snapshot. Raises CheckpointError if a file is missing."""
+    if selection.gguf is not None:
+        return snapshot / selection.gguf.files[0]
+    folder = snapshot / selection.folder
+    model_file(folder, config_name(folder))
+    weight_files(folder)
+    return folder
 
 
 def _gguf(path: Path) -> Path:
@@ -96,56 +131,3 @@ def _only_gguf(folder: Path) -> Path:
             "pass one of them"
         )
     return models[0] if models else folder
-
-
-def _hub_cache() -> Path:
-    """Return huggingface_hub's cache directory, according to its environment variables."""
-    try:
-        if cache := os.environ.get("HF_HUB_CACHE"):
-            return Path(cache).expanduser()
-        if home := os.environ.get("HF_HOME"):
-            return Path(home).expanduser() / "hub"
-        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return Path(cache).expanduser() / "huggingface" / "hub"
-    except RuntimeError:  # this user has no home directory
-        raise CheckpointError(
-            "the Hugging Face cache cannot be found, because this user has no home directory; "
-            "set HF_HOME, or pass a model's directory"
-        ) from None
-
-
-def _hub_snapshot(cache: Path, name: str, inner: str) -> Path | None:
-    """Return the path `inner` in the snapshot of `main`, or None if there is no complete model.
-
-    Raises CheckpointError if there are several models.
-    """
-    repo = cache / ("models--" + name.replace("/", "--"))
-    try:
-        revision = (repo / "refs" / "main").read_text().strip()
-        folder = (repo / "snapshots" / revision).resolve() / inner
-        if folder.is_file():
-            return _gguf(folder)
-        if not folder.is_dir():
-            return None
-    except (OSError, UnicodeDecodeError, CheckpointError):
-        return None
-    snapshot = _only_gguf(folder)
-    if snapshot == folder and not any((folder / each).exists() for each in (CONFIG, PARAMS)):
-        _choose_folder(f"{name}/{inner}".rstrip("/"), folder)
-    try:
-        if not is_gguf(snapshot):
-            model_file(snapshot, config_name(snapshot))
-            weight_files(snapshot)
-    except (OSError, CheckpointError):
-        return None
-    return snapshot
-
-
-def _choose_folder(name: str, folder: Path) -> None:
-    """Raise CheckpointError with the subdirectories that have GGUF models, if any."""
-    inner = sorted(path.name for path in folder.glob("*") if path.is_dir() and models_in(path))
-    if inner:
-        raise CheckpointError(
-            f"{name} has its models in subdirectories; pass one of "
-            + ", ".join(f"{name}/{each}" for each in inner)
-        )

@@ -16,12 +16,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from moeserve.errors import CheckpointError
 from moeserve.loader.documents import read_optional_json
 from moeserve.loader.fields import Fields
 from moeserve.loader.stored_format import GGML_FORMATS, StoredFormat
 from moeserve.plugins import Registry
 
 _KEYS = ("quantization_config", "compression_config")
+_MLX_KEY = "quantization"  # MLX writes it beside, or in place of, quantization_config
+_OTHER_PROGRAMS = {"exl2": "ExLlamaV2", "exl3": "ExLlamaV3 (EXL3)", "mlx": "MLX"}
 _MODELOPT_FILE = "hf_quant_config.json"
 _FORMATS = (  # of compressed-tensors
     "pack-quantized",
@@ -69,6 +72,8 @@ def read_stored_formats(config: Fields) -> tuple[StoredFormat, ...]:
     sources = [config]
     if isinstance(inner, dict):
         sources.append(Fields(config.path, inner, {}, "text_config."))
+    for source, key in itertools.product(sources, (*_KEYS, _MLX_KEY)):
+        _refuse_other_programs(config, source.values.get(key))
     for source, key in itertools.product(sources, _KEYS):
         if source.values.get(key) not in (None, {}):
             section = _section(source, key, {"quant_method": "compressed-tensors"}, source.prefix)
@@ -79,6 +84,23 @@ def read_stored_formats(config: Fields) -> tuple[StoredFormat, ...]:
         document = Fields(folder / _MODELOPT_FILE, values, {})
         return tuple(read_modelopt(_section(document, "quantization", {})))
     return ()
+
+
+def _refuse_other_programs(config: Fields, section: Any) -> None:
+    """Raise CheckpointError for the weights of programs that have a format of their own."""
+    if not isinstance(section, dict):
+        return
+    method = section.get("quant_method")
+    program = ""
+    if method not in tuple(WEIGHT_FORMATS):  # a plugin may read them
+        program = _OTHER_PROGRAMS.get(str(method).lower(), "")
+    if method is None and {"group_size", "bits"} <= section.keys():
+        program = "MLX"
+    if program:
+        raise CheckpointError(
+            f"{config.path}: the weights are in the format of {program}, which only {program} "
+            "reads; pass the original model, or a repository of it in GGUF, FP8, NVFP4, AWQ or GPTQ"
+        )
 
 
 def _section(config: Fields, key: str, defaults: dict[str, Any], prefix: str = "") -> Fields:

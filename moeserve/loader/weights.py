@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections import UserDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
-from moeserve.loader.gguf_quants import dense, fill, read_blocks
+from moeserve.loader.gguf_quants import decode, decode_into, dense, fill, read_raw
 from moeserve.loader.load_plan import (
     Block,
     Index,
@@ -151,6 +151,14 @@ def _stored_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
     return math.prod(piece.taken_shape) * num_bytes // (math.prod(piece.shape) or 1)
 
 
+def _in_order_of_files(pieces: Iterable[Piece], checkpoint: Checkpoint) -> list[Piece]:
+    def file_position(piece: Piece) -> tuple[Path, int]:
+        values = checkpoint.parts(piece.source)[0]
+        return values.path, values.offset
+
+    return sorted(pieces, key=file_position)
+
+
 def _split_rows(piece: Piece, index: Index) -> Iterator[tuple[Piece, Index]]:
     """Split a piece that takes whole rows of one matrix into pieces of a few rows each.
 
@@ -162,9 +170,8 @@ def _split_rows(piece: Piece, index: Index) -> Iterator[tuple[Piece, Index]]:
     if isinstance(rows, int):
         yield piece, index
         return
-    # At most 2**20 values each. A piece is decoded by about 25 torch calls, which cost too much for
-    # much smaller pieces.
-    max_rows = max(1, 4 * CPU_JOB_ELEMENTS // piece.shape[-1])
+    # At most 2**22 values each: smaller pieces would cost more calls than they save in waiting.
+    max_rows = max(1, 16 * CPU_JOB_ELEMENTS // piece.shape[-1])
     for start in range(0, len(rows), max_rows):
         part = rows[start : start + max_rows]
         take = (*piece.take[:row_dim], slice(part.start, part.stop, part.step))
@@ -242,10 +249,12 @@ class Reader:
     ) -> Weight:
         """Return an uninitialized parameter, for `jobs` to fill."""
         weight = empty_weight(self._checkpoint, param, pieces, dtype, device)
-        if isinstance(weight, Tensor) and device.type == "cpu" and is_packed(param.name):
-            # Short-lived: kernels keep a packed copy instead.
-            return self._reused.empty_like(weight)
-        return weight
+        if device.type != "cpu" or not is_packed(param.name):
+            return weight
+        # Short-lived: kernels keep a packed copy instead.
+        if isinstance(weight, Quantized):
+            return weight.each(self._reused.empty_like)
+        return self._reused.empty_like(weight)
 
     def jobs(
         self, piece: Piece, weight: Weight, max_bytes: int | None = None
@@ -294,7 +303,11 @@ class Reader:
 
         stored = self._checkpoint.stored[piece.source]
         if stored.format.layout == "ggml":
-            blocks = read_blocks(stored.values, piece.take, read)
+            raw = read_raw(stored.values, piece.take, read)
+            if isinstance(into, Quantized) and stored.outer_scale is None:
+                decode_into(stored.values, raw, into)
+                return _stored_bytes(piece, self._checkpoint)
+            blocks = decode(stored.values, raw)
             if stored.outer_scale is not None:
                 blocks = blocks.scaled(_outer_scale(stored.outer_scale, piece, read))
             if isinstance(into, Quantized):
@@ -401,7 +414,7 @@ class Params(UserDict[str, Any]):
     Values are contiguous tensors of `dtype` (float32, bfloat16 or float16), or `Quantized` if the
     checkpoint is quantized.
 
-    device: of the parameters; on "meta" nothing is read.
+    device: of the parameters; on "meta" nothing is read, and nothing checked.
     quantize_to: the kind to which linear layers are quantized that are not quantized in the files.
     progress: called with the bytes read so far and the total, in the accessing thread.
     threads: concurrent reads (default: one per core, from 2 to 16).
@@ -423,7 +436,6 @@ class Params(UserDict[str, Any]):
         threads: int | None = None,
         reader: type[Reader] = Reader,
     ) -> None:
-        check_plan(checkpoint, plan)
         super().__init__({param.name: param for param in plan.params})
         self._checkpoint = checkpoint
         self._dtype = dtype
@@ -432,15 +444,16 @@ class Params(UserDict[str, Any]):
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         self._sources = {piece.source for piece in plan.pieces}
 
-        def file_position(piece: Piece) -> tuple[Path, int]:
-            values = checkpoint.parts(piece.source)[0]
-            return values.path, values.offset
-
-        for piece in sorted(plan.pieces, key=file_position):  # read in the order of the files
-            self._pieces[piece.param].append(piece)
+        pieces: Iterable[Piece] = plan.pieces
         self._progress = progress
         self._num_bytes_read = 0
-        self._total_bytes = sum(_stored_bytes(piece, checkpoint) for piece in plan.pieces)
+        self._total_bytes = 0
+        if self._device.type != "meta":  # a model of many experts has thousands of pieces
+            check_plan(checkpoint, plan)
+            pieces = _in_order_of_files(plan.pieces, checkpoint)
+            self._total_bytes = sum(_stored_bytes(piece, checkpoint) for piece in plan.pieces)
+        for piece in pieces:
+            self._pieces[piece.param].append(piece)
         self._threads = threads or max(2, min(16, os.cpu_count() or 1))
         self._reader_type = reader
 

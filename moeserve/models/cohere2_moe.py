@@ -59,6 +59,7 @@ def _spec_fields(config: Fields) -> family.SpecFields:
     centred = config.raw("rms_norm_eps") is None
     return {
         "layers": family.layers(config, mixers, blocks, parallel=True),
+        "num_mtp_layers": family.mtp_layers(config),
         "norm": NormSpec(centred=centred),
         "norm_eps": config.number("layer_norm_eps" if centred else "rms_norm_eps", 0, 1.0),
         "logits_divisor": 1 / config.number("logit_scale", 0, 1e6),

@@ -140,6 +140,12 @@ def attention(
     )
 
 
+def without_rope(attention: Attention) -> Attention:
+    """Return attention without position encoding, for rows in the same order."""
+    rope = attention.rope
+    return replace(attention, rope=None, paired=rope is not None and rope.interleaved)
+
+
 def attention_bias(config: Fields) -> dict[str, Any]:
     """Read `attention_bias`, for projections of queries, keys, values and outputs alike."""
     bias = config.boolean("attention_bias")
@@ -398,6 +404,22 @@ def alternating(config: Fields, every: int) -> list[str]:
 def switched_window(config: Fields) -> int | None:
     """Read `sliding_window`; None if `use_sliding_window` is false."""
     return sliding_window(config) if config.boolean("use_sliding_window") else None
+
+
+def norm_shift(config: Fields) -> float:
+    """Return what is added to the weights of norms, in families that store them minus 1.
+
+    GGUF files have added it: `norm_shift_added` comes from loader/gguf_architectures.
+    """
+    return 0.0 if config.values.get("norm_shift_added") is True else 1.0
+
+
+def decay_tensor(config: Fields) -> str:
+    """Return the name of the tensor with the factors of decays; see `RecurrentMixer`.
+
+    `decays_exponentiated` comes from GGUF files (loader/gguf_architectures).
+    """
+    return "A" if config.values.get("decays_exponentiated") is True else "A_log"
 
 
 def sizes(

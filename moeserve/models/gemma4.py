@@ -62,6 +62,14 @@ def _spec_fields(config: Fields) -> family.SpecFields:
     }
 
 
+def _own_values(config: Fields, layer: int) -> dict[str, Any]:
+    """Return the values in which a layer differs. transformers pads its number with zeros: "05"."""
+    for number, values in config.section("per_layer_config").items():
+        if number.isdecimal() and int(number) == layer and isinstance(values, dict):
+            return values
+    return {}
+
+
 def _attention(config: Fields, kind: str, kinds: list[str]) -> Attention:
     values: dict[str, Any] = dict(config.values)
     is_full = kind == "full_attention"
@@ -70,7 +78,7 @@ def _attention(config: Fields, kind: str, kinds: list[str]) -> Attention:
         values["head_dim"] = config.raw("global_head_dim")
         if is_value_key and (heads := config.raw("num_global_key_value_heads")):
             values["num_key_value_heads"] = heads
-        values |= config.section("per_layer_config").get(str(kinds.index(kind)), {})
+        values |= _own_values(config, kinds.index(kind))
     return family.attention(
         replace(config, values=values),
         layer_type=kind,

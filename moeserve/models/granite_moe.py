@@ -59,7 +59,7 @@ def _granite_4(config: Fields) -> family.SpecFields:
     scale = config.number("attention_multiplier", 0, family.MAX_MULTIPLIER)
     full = family.attention(config, scale=scale, **family.attention_bias(config))
     if config.raw("position_embedding_type") != "rope":
-        full = replace(full, rope=None)
+        full = family.without_rope(full)
     default = ["linear_attention"] * family.num_layers(config)
     kinds = [
         KINDS[kind] for kind in family.layer_types(config, known=tuple(KINDS), default=default)
@@ -106,6 +106,7 @@ def _mamba(config: Fields) -> Mamba2:
         head_dim=inner // heads,
         conv=config.integer("mamba_d_conv", 2, family.MAX_CONV),
         time_limit=time_limit(config),
+        decay_tensor=family.decay_tensor(config),
     )
 
 

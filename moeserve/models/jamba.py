@@ -30,6 +30,7 @@ def _spec_fields(config: Fields) -> family.SpecFields:
         conv=config.integer("mamba_d_conv", 2, family.MAX_CONV),
         conv_bias=config.boolean("mamba_conv_bias"),
         bias=config.boolean("mamba_proj_bias"),
+        decay_tensor=family.decay_tensor(config),
     )
     dense = family.dense(config)
     experts = family.moe(config, size_key="intermediate_size", router=RouterRule())
@@ -44,7 +45,16 @@ def _spec_fields(config: Fields) -> family.SpecFields:
 
 
 def _layers_of_kind(config: Fields, kind: str) -> list[bool]:
-    """Return whether each layer is of a kind: layer `offset` of each `period` layers."""
+    """Return whether each layer is of a kind: layer `offset` of each `period` layers.
+
+    GGUF files list them (loader/gguf_architectures).
+    """
+    key = f"{kind}_layers"
+    if (listed := config.values.get(key)) is not None:
+        count = family.num_layers(config)
+        if not isinstance(listed, list) or [type(each) for each in listed] != [bool] * count:
+            raise config.error(key, f"it must be true or false for each of {count} layers")
+        return listed
     period = config.integer(f"{kind}_layer_period", 1, family.MAX_LAYERS)
     offset = config.integer(f"{kind}_layer_offset", 0, period - 1)
     return [i % period == offset for i in range(family.num_layers(config))]

@@ -36,6 +36,7 @@ def _mixers(config: Fields) -> list[LatentAttention | KimiDelta]:
         num_heads=linear_config.integer("num_heads", 1, family.MAX_HEADS),
         head_dim=linear_config.integer("head_dim", 1, family.MAX_HEADS),
         conv=linear_config.integer("short_conv_kernel_size", 2, family.MAX_CONV),
+        decay_tensor=family.decay_tensor(config),
     )
     full = family.latent_attention(config, rotates=False)
     count = family.num_layers(config)

@@ -31,7 +31,7 @@ def _spec_fields(config: Fields) -> family.SpecFields:
     config.unsupported("sliding_window", "this architecture has no sliding window; set it to null")
     mixers: dict[str, Mixer] = {
         "linear_attention": _mamba(config),
-        "full_attention": replace(family.attention(config), rope=None),
+        "full_attention": family.without_rope(family.attention(config)),
     }
     blocks = {
         "mlp": Dense(
@@ -90,6 +90,7 @@ def _mamba(config: Fields) -> Mamba2:
         head_dim=config.integer("mamba_head_dim", 1, family.MAX_WIDTH),
         conv=config.integer("conv_kernel", 2, family.MAX_CONV),
         time_limit=(config.number("time_step_min", 0, 1e6), math.inf),
+        decay_tensor=family.decay_tensor(config),
     )
 
 

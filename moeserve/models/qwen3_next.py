@@ -2,8 +2,11 @@
 gate. Norm weights are stored minus 1.
 
 Qwen3.5-MoE: the same layers, with separate tensors for the inputs of gated delta nets. Only its
-text model is supported, for which the three axes of its rotary embedding are the same.
+text model is supported, for which the three axes of its rotary embedding are the same. Checkpoints
+with the text model alone have an architecture of their own.
 """
+
+from dataclasses import replace
 
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.gated_delta import GatedDelta
@@ -19,8 +22,10 @@ def _attention(config: Fields) -> Attention:
     return family.attention(config, qk_norm="head", gate="element", gate_in_q=True, **options)
 
 
-def _mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
-    """Return the mixer of each layer. by_head: see `GatedDelta`."""
+def _mixers(
+    config: Fields, *, inputs_by_head: bool, gates_by_head: bool
+) -> list[Attention | GatedDelta]:
+    """Return the mixer of each layer. inputs_by_head, gates_by_head: see `GatedDelta`."""
     full = _attention(config)
     k_heads = config.integer("linear_num_key_heads", 1, family.MAX_HEADS)
     v_heads = config.integer("linear_num_value_heads", 1, family.MAX_HEADS)
@@ -34,7 +39,11 @@ def _mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
         k_dim=config.integer("linear_key_head_dim", 1, family.MAX_WIDTH),
         v_dim=config.integer("linear_value_head_dim", 1, family.MAX_WIDTH),
         conv=config.integer("linear_conv_kernel_dim", 2, family.MAX_CONV),
-        by_head=by_head,
+        inputs_by_head=inputs_by_head,
+        gates_by_head=gates_by_head,
+        # "linear_value_heads_tiled" comes from GGUF files (loader/gguf_architectures).
+        tiled=config.values.get("linear_value_heads_tiled") is True,
+        decay_tensor=family.decay_tensor(config),
     )
     interval = config.integer("full_attention_interval", 1, family.MAX_LAYERS)
     default = [
@@ -49,22 +58,24 @@ def _mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
 
 def _qwen3_next(config: Fields) -> family.SpecFields:
     block = experts(config, renormalize=config.boolean("norm_topk_prob"))
+    # "linear_inputs_by_head" comes from GGUF files, like a number of MTP layers.
+    inputs_by_head = config.values.get("linear_inputs_by_head") is not False
+    mixers = _mixers(config, inputs_by_head=inputs_by_head, gates_by_head=True)
+    has_mtp = config.values.get("num_nextn_predict_layers") != 0
     return {
-        "layers": family.layers(
-            config, _mixers(config, by_head=True), family.some_layers_moe(config, block)
-        ),
-        "norm": NormSpec(shift=1.0),
-        "mtp": LayerSpec(mixer=_attention(config), feed_forward=block),
+        "layers": family.layers(config, mixers, family.some_layers_moe(config, block)),
+        "norm": NormSpec(shift=family.norm_shift(config)),
+        "mtp": LayerSpec(mixer=_attention(config), feed_forward=block) if has_mtp else None,
     }
 
 
 def _qwen3_5(config: Fields) -> family.SpecFields:
-    layers = _mixers(config, by_head=False)
+    layers = _mixers(config, inputs_by_head=False, gates_by_head=False)
     block = experts(config, renormalize=True)
     has_mtp = family.mtp_layers(config, key="mtp_num_hidden_layers")
     return {
         "layers": family.layers(config, layers, block),
-        "norm": NormSpec(shift=1.0),
+        "norm": NormSpec(shift=family.norm_shift(config)),
         "mtp": LayerSpec(mixer=_attention(config), feed_forward=block) if has_mtp else None,
     }
 
@@ -119,4 +130,11 @@ QWEN3_5 = family.Family(
     | {"mtp_num_hidden_layers": 0},
     names=Names(model="model.language_model.", foreign=("model.visual.", "mtp."), mtp=QWEN_MTP),
     text="text_config",
+)
+QWEN3_5_TEXT = replace(
+    QWEN3_5,
+    architecture="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    names=replace(QWEN3_5.names, model="model.", foreign=("mtp.",)),
+    text="",
 )

@@ -56,6 +56,7 @@ _BUILT_IN = {
     "Qwen3MoeForCausalLM": "qwen3_moe:QWEN3_MOE",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_moe:QWEN3_VL_MOE",
     "Qwen3NextForCausalLM": "qwen3_next:NEXT",
+    "Qwen3_5MoeForCausalLM": "qwen3_next:QWEN3_5_TEXT",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_next:QWEN3_5",
     "SolarOpenForCausalLM": "solar_open:FAMILY",
     "Step3p5ForCausalLM": "step3p5:FAMILY",

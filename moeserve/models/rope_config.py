@@ -55,8 +55,9 @@ def read_rope(
         "size": None if size == head_dim else size,
         "interleaved": interleaved or config.values.get("rope_interleaved_rows") is True,
     }
-    if config.values.get("rope_factors") is not None:
-        return RopeSpec(theta=theta, **_gguf_factors(config, rope, size), **layout)
+    for fields in (rope, config):
+        if fields.values.get("rope_factors") is not None:
+            return RopeSpec(theta=theta, **_gguf_factors(config, rope, fields, size), **layout)
     match kind:
         case "linear":
             return RopeSpec(
@@ -208,16 +209,19 @@ def _rotated_size(rope: Fields, head_dim: int, share: float | None, partial: boo
     return size
 
 
-def _gguf_factors(config: Fields, rope: Fields, size: int) -> dict[str, Any]:
-    """Read the factors of a GGUF file, which are the same for short and long contexts."""
+def _gguf_factors(config: Fields, rope: Fields, factors: Fields, size: int) -> dict[str, Any]:
+    """Read the factors of a GGUF file, which are the same for short and long contexts.
+
+    factors: the one of `config` and `rope` that has them.
+    """
     if rope.raw("rope_type") != "default":
         raise rope.error("rope_type", "a file with rope_freqs has no other scaling")
-    factors = _factors(config, "rope_factors", size)
+    numbers = _factors(factors, "rope_factors", size)
     return {
         "kind": "longrope",
         "original_max_position": config.integer("max_position_embeddings", 1, _MAX_POSITION),
-        "short_factors": factors,
-        "long_factors": factors,
+        "short_factors": numbers,
+        "long_factors": numbers,
     }
 
 

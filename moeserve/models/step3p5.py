@@ -59,7 +59,7 @@ def _spec_fields(config: Fields) -> family.SpecFields:
             config, [mixers[kind] for kind in types], _feed_forward_blocks(decoder_config, count)
         ),
         "num_mtp_layers": mtp,
-        "norm": NormSpec(shift=1.0),
+        "norm": NormSpec(shift=family.norm_shift(config)),
     }
 
 

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.errors import CheckpointError
+from moeserve.errors import IncompressibleWeights
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import (
     GroupInputs,
@@ -104,12 +104,14 @@ def pack(
 
     block_stride: bytes between the starts of two blocks. all_threads: use the thread pool.
 
-    Raises CheckpointError for weights that cannot be compressed to 12 bits.
+    Raises IncompressibleWeights for weights that cannot be compressed to 12 bits.
     """
     values: Tensor
     group_parts: tuple[Tensor | None, ...]  # scales, zeros, mins, d, dmin
     if isinstance(weight_NK, Quantized):
-        w = weight_NK.contiguous()
+        # `contiguous` makes new objects, which takes as long as packing a small matrix.
+        is_contiguous = all(part.is_contiguous() for part in weight_NK.parts)
+        w = weight_NK if is_contiguous else weight_NK.contiguous()
         values = w.values
         group_parts = (w.scales, w.zeros, w.mins, *(w.supers or (None, None)))
     else:
@@ -124,7 +126,7 @@ def pack(
         block_stride,
         all_threads,
     ):
-        raise CheckpointError(
+        raise IncompressibleWeights(
             f"weights {list(weight_NK.shape)} cannot be compressed to 12 bits: in a block of 16 "
             "outputs, more than one weight in a thousand has an upper byte that is not among the "
             "16 most frequent ones; use lossless_compression=off"

@@ -37,6 +37,7 @@ class RecurrentRule:
     eps: float
     # Gated delta net: weights of the L2 norms of queries and of keys, and their epsilon
     unit: tuple[Tensor, Tensor, float] | None = None
+    places: Tensor | None = None  # int64 [H]: the place of each head's results; None: in order
     # Mamba-2:
     skip_H1: Tensor | None = None
     time_limit: tuple[float, float] = (0.0, inf)
@@ -91,6 +92,10 @@ class RecurrentBlock:
                 part.dtype,
                 part.shape,
             )
+        places = rule.places
+        assert places is None or (places.dtype, places.shape) == (torch.int64, (rule.heads,)), (
+            places
+        )
         self._dtype = dtype
         self._sizes = (channels, num_inputs, rule.groups, rule.heads, dim, v_dim)
         self._columns = rule.heads * v_dim if out is None else out.matrix.columns
@@ -105,6 +110,7 @@ class RecurrentBlock:
             unit_k=address(unit_k),
             unit_eps=unit_eps, skip=address(rule.skip_H1), norm=address(rule.norm), eps=rule.eps,
             norm_width=v_dim if rule.unit else rule.heads * v_dim // rule.groups,
+            places=address(rule.places),
         )  # fmt: skip
 
     def __call__(self, x_TD: Tensor, cache: Caches, plan: NativeTilePlan) -> Tensor:

@@ -130,6 +130,11 @@ class Quantized:
     def __getitem__(self, index: Any) -> "Quantized":
         return self.each(lambda part: part[index])
 
+    def index_select(self, dim: int, index: Tensor) -> "Quantized":
+        """Return rows or experts in another order, as Tensor.index_select does."""
+        assert 0 <= dim < self.values.dim() - 1, dim
+        return self.each(lambda part: part.index_select(dim, index))
+
     def chunk(self, count: int) -> "tuple[Quantized, ...]":
         """Split the first dimension into `count` chunks, as Tensor.chunk does."""
         step = -(-self.shape[0] // count)

@@ -119,7 +119,7 @@ class Ops:
 
         Raises ConfigError if the kernels do not support it.
         """
-        if which == "off":
+        if which in ("auto", "off"):
             return self
         if not self.supports_lossless:
             raise ConfigError(

@@ -201,7 +201,7 @@ def _flash_attention_obstacle(ops: Ops, cache: CacheConfig, misfit: str) -> str 
         return "its bits may depend on the batch; use --determinism fast"
     if ops.dtype == torch.float32:
         return f"it computes in bfloat16 and float16, not in {ops.dtype}"
-    if cache.kv_cache_dtype != "auto":
+    if cache.kv_cache_dtype == "int8":
         return f"it does not support a KV cache in {cache.kv_cache_dtype}"
     if cache.block_size >= MIN_WHOLE_BLOCK:
         return (

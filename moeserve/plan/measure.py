@@ -18,8 +18,10 @@ from moeserve.config import Config, Limits
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.open import open_front_end
 from moeserve.frontend.stats import FrontStats
+from moeserve.hub.progress import TerminalProgress
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.messages import StepRecord
+from moeserve.models.fetch import local_config
 from moeserve.models.hf_config import read_model_spec
 from moeserve.plan.calibration import GAP_TERMS, Calibration, StepSample, fit_calibration
 from moeserve.sampling import SamplingParams
@@ -59,6 +61,8 @@ async def measure(config: Config, max_streams: int = 64) -> Calibration:
         model=replace(config.model, skip_tokenizer_init=True),
         parallel=replace(config.parallel, rebalance="off"),
     )
+    with TerminalProgress() as progress:
+        config = await local_config(config, progress)
     spec = read_model_spec(resolve_model_dir(config.model.model))
     dp = config.parallel.dp
     async with open_front_end(config, child=True) as front:

@@ -146,7 +146,7 @@ def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
     memory = replace(memory, free=device.memory - memory.used)
     budget = limits_of.kv_budget(memory, config.cache.memory_utilization, workspace)
     groups = groups_of(spec.kv_rules, config.cache.block_size)
-    kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else torch.int8
+    kv_dtype = torch.int8 if config.cache.kv_cache_dtype == "int8" else dtype
     per_block = block_bytes(groups, spec, kv_dtype, parallel.tp)
     per_state = block_bytes(groups, spec, kv_dtype, parallel.tp, pool=1)
     states = limits_of.state_memory(config, per_state, budget, fill=True)

@@ -28,7 +28,7 @@ from moeserve.comm.world import World
 from moeserve.config import Config, Limits
 from moeserve.engine.blocks import groups_of
 from moeserve.engine.plan import NewRequest
-from moeserve.errors import ConfigError
+from moeserve.errors import ConfigError, IncompressibleWeights
 from moeserve.logits_processors import ProcessorFactories
 from moeserve.messages import PlacementResult, PlacementTable
 from moeserve.models.spec import ModelSpec
@@ -41,16 +41,23 @@ from moeserve.runner import limits as limits_of
 from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.experts import ReadExpert
 from moeserve.runner.graphs import GraphManager, GroupGraphs, common_sizes, sizes_of
-from moeserve.runner.kv_cache import KVCache, block_bytes
+from moeserve.runner.kv_cache import KVCache
 from moeserve.runner.kv_transport import HostTransport
 from moeserve.runner.limits import (
     MemoryFacts,
     check_block_size,
     kv_budget,
-    state_memory,
     workspace_bytes,
 )
-from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
+from moeserve.runner.load import (
+    READ_FROM,
+    Loaded,
+    LoadSetup,
+    Progress,
+    Shard,
+    load_model,
+)
+from moeserve.runner.memory_plan import fitted, limits_in
 from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampling.constraints import Constraints
@@ -71,6 +78,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SINGLE_RANK = World()
+MAX_COPIES = 5  # copies of received activations that an all-to-all keeps at most (moe/all2all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,9 @@ class DeviceProperties:
     memory: Callable[[], MemoryFacts]  # measures the memory at each call
     exclusive: bool  # no other programs are expected on the device
     num_ranks: int = 1  # ranks of this server that share the device
+    # Returns the part of one of so many ranks.
+    share: Callable[[MemoryFacts, int], MemoryFacts] = MemoryFacts.shared
+    reserve: int = 0  # bytes that other processes of this server will take
 
 
 class ModelRunnerBase(StepExecutor, ABC):
@@ -124,13 +135,14 @@ class ModelRunnerBase(StepExecutor, ABC):
         limits_of.check(config, spec)
         self.processors = ProcessorFactories(config.model.logits_processors)
         check_block_size(config, spec)
-        self.config = limits_of.with_step_tokens(config, self.busy_tokens)
+        self.given_config = limits_of.with_step_tokens(config, self.busy_tokens)
+        self.config = self.given_config  # `fit` may change it
         self.spec = spec
         self.model_dir = model_dir
         self.world = world
         self.placement = placement or first_placement(config, spec, world)
         self.dtype = DTYPES[spec.dtype if config.model.dtype == "auto" else config.model.dtype]
-        self.kv_dtype = self.dtype if config.cache.kv_cache_dtype == "auto" else torch.int8
+        self.kv_dtype = self.kv_dtype_of(config)
         self.quantize_to: QuantizeTo | None = (
             None if config.model.quantization == "none" else config.model.quantization
         )
@@ -149,6 +161,8 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.ubatches = UBatchRunner(num_ubatches, world.tp_size)
         self.tp = make_tensor(world, num_ubatches, self.device_is_async)
         self.notes: list[str] = []  # warnings for the user
+        self.folder = ""  # private directory of this server on this machine; "": none
+        self._setup: LoadSetup | None = None
         self.read_expert: ReadExpert | None = None  # reads one expert from the checkpoint
         self.fingerprint = ""  # fingerprint of the checkpoint
         self.on_placement_result: Callable[[PlacementResult], object] = lambda result: None
@@ -159,9 +173,51 @@ class ModelRunnerBase(StepExecutor, ABC):
         loaded.
         """
 
+    def fit(self, *, again: bool = False) -> LoadSetup:
+        """Set up loading. Change the configuration if the model does not fit (runner/fit.py).
+
+        again: the choices of an earlier call have failed.
+
+        Raises ConfigError (CheckpointError, DoesNotFit).
+        """
+        if not hasattr(self, "properties"):
+            self._cache_device_properties()
+        if self._setup is None or again:
+            self.config, self._setup, notes = fitted(self, self.given_config, again=again)
+            self.kv_dtype = self.kv_dtype_of(self.config)
+            self.notes = list(notes)
+        return self._setup
+
+    def kv_dtype_of(self, config: Config) -> torch.dtype:
+        return torch.int8 if config.cache.kv_cache_dtype == "int8" else self.dtype
+
+    def available_memory(self) -> MemoryFacts:
+        """Return the memory that this rank may use, measured now."""
+        properties = self.properties
+        memory = properties.share(properties.memory(), properties.num_ranks)
+        return replace(memory, free=max(0, memory.free - properties.reserve))
+
+    def _memory_to_load(self) -> MemoryFacts:
+        # Of a device of our own, ranks that share it have loaded their weights, or not yet.
+        return self.properties.memory() if self.properties.exclusive else self.available_memory()
+
     def load_model(self, progress: Progress) -> None:
         """Set `model`, `fingerprint`, `mapped_bytes`, `expert_cache` and `read_expert`."""
-        loaded = load_model(
+        try:
+            loaded = self._load(self.fit(), progress)
+        except IncompressibleWeights as error:
+            if self.given_config.model.lossless_compression != "auto":
+                raise
+            logger.warning("%s", error)
+            loaded = self._load(self.fit(again=True), progress)
+        self.model = loaded.model
+        self.mapped_bytes = loaded.mapped_bytes
+        self.expert_cache = loaded.expert_cache
+        self.read_expert = loaded.files.read
+        self.fingerprint = loaded.files.fingerprint()
+
+    def _load(self, setup: LoadSetup, progress: Progress) -> Loaded:
+        return load_model(
             spec=self.spec,
             model_dir=self.model_dir,
             device=self.device,
@@ -169,14 +225,10 @@ class ModelRunnerBase(StepExecutor, ABC):
             config=self.config,
             quantize_to=self.quantize_to,
             shard=self.shard(),
-            memory=self.properties.memory(),
+            memory=self._memory_to_load(),
             progress=progress,
+            setup=setup,
         )
-        self.model = loaded.model
-        self.mapped_bytes = loaded.mapped_bytes
-        self.expert_cache = loaded.expert_cache
-        self.read_expert = loaded.files.read
-        self.fingerprint = loaded.files.fingerprint()
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -204,6 +256,16 @@ class ModelRunnerBase(StepExecutor, ABC):
     def profile_run(self) -> int:
         """Return the bytes that one step needs in addition to weights and KV blocks."""
         return workspace_bytes(self.spec, self.config, self.dtype, self.inflow)
+
+    def profile_estimate(self) -> int:
+        """Return an upper bound of `profile_run` before the model is loaded."""
+        return self.profile_run()
+
+    def context_bytes(self, max_len: int) -> int:
+        """Return the bytes that contexts of up to `max_len` tokens need in addition to their KV
+        blocks, as far as `profile_run` does not count them.
+        """
+        return 0
 
     @abstractmethod
     def capture_model(self) -> None:
@@ -291,7 +353,8 @@ class ModelRunnerBase(StepExecutor, ABC):
     @torch.inference_mode()
     def load(self, progress: Progress) -> int:
         """Load this rank's part of the model. Return the bytes left for its KV blocks."""
-        self._cache_device_properties()
+        if not hasattr(self, "properties"):  # unless `fit` was called first
+            self._cache_device_properties()
         progress("reading the checkpoint", READ_FROM)
         self.load_model(progress)
         if self.speculation is not None and self.spec.draft_layers:
@@ -303,7 +366,7 @@ class ModelRunnerBase(StepExecutor, ABC):
                 config=self.config,
                 quantize_to=self.quantize_to,
                 shard=self.shard(),
-                memory=self.properties.memory(),
+                memory=self._memory_to_load(),
             )
         self.peers = Peers(
             layers=self.model.moe_layers,
@@ -315,9 +378,11 @@ class ModelRunnerBase(StepExecutor, ABC):
             num_ubatches=len(self.ubatches.ubatches),
             on_placement_result=lambda result: self.on_placement_result(result),
         )
-        memory = self.properties.memory().shared(self.properties.num_ranks)
         return kv_budget(
-            memory, self.config.cache.memory_utilization, self.profile_run(), self.mapped_bytes
+            self.available_memory(),
+            self.config.cache.memory_utilization,
+            self.profile_run(),
+            self.mapped_bytes,
         )
 
     def resolve(self, budget: int) -> Limits:
@@ -325,17 +390,7 @@ class ModelRunnerBase(StepExecutor, ABC):
 
         An engine with several ranks passes the smallest of their budgets.
         """
-        bytes_per_block, bytes_per_state = (
-            block_bytes(self.groups, self.spec, self.kv_dtype, self.world.tp_size, pool=pool)
-            for pool in (0, 1)
-        )
-        # Whether to use all the memory that is left, or only what requests are likely to use.
-        fill = self.properties.exclusive
-        states = state_memory(self.config, bytes_per_state, budget, fill=fill)
-        limits, notes = limits_of.resolve(
-            states.config, self.spec, self.groups, bytes_per_block, states.budget, fill=fill
-        )
-        limits = replace(limits, num_states=states.num_states, num_store_states=states.num_stored)
+        limits, notes = limits_in(self, self.config, budget)
         if self.speculation is not None:
             limits = replace(
                 limits,
@@ -343,7 +398,6 @@ class ModelRunnerBase(StepExecutor, ABC):
                 auto_drafts=self.speculation.auto,
                 draft_model=self.drafter is not None,
             )
-        notes = (*states.notes, *notes)
         self.notes += notes
         for note in notes:
             logger.warning("%s", note)
@@ -395,18 +449,19 @@ class ModelRunnerBase(StepExecutor, ABC):
     @property
     def inflow(self) -> Inflow | None:
         """The memory for what other ranks may send to this one; None if experts are not sharded.
-        Available after `load`.
+        Before `load` it is an upper bound.
         """
         if not self.shards_experts:
             return None
         assert self.placement is not None
+        peers: Peers | None = getattr(self, "peers", None)
         row_bytes = self.spec.hidden_size * self.dtype.itemsize
         return Inflow(
             rows=most_rows(
                 self.max_tokens, self.spec.experts_per_token, row_bytes, self.device.type
             ),
             ubatches=len(self.ubatches.ubatches),
-            copies=self.peers.caps.copies,
+            copies=MAX_COPIES if peers is None else peers.caps.copies,
             # The new experts of one layer, and three copies of the expert that is being read: two
             # as read, one as packed.
             moving=self.placement.experts_per_rank + 3,

@@ -1,9 +1,9 @@
-"""The model runner for CPUs, and the memory and the cores that this process may use."""
+"""The model runner for CPUs, and the cores that this process may use."""
 
 import logging
 import math
 import os
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -12,7 +12,17 @@ import torch
 from moeserve.models.spec import model_size
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
 from moeserve.runner.cores import assign_cpus, format_cpus, num_cores
-from moeserve.runner.limits import MemoryFacts
+from moeserve.runner.host_memory import (
+    CGROUPS,
+    MEMBERSHIP,
+    control_groups,
+    host_memory,
+    number,
+    read,
+    share_of_host,
+    trim_heap,
+)
+from moeserve.runner.limits import MemoryFacts, workspace_bytes
 from moeserve.runner.load import Progress
 from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampling import noise
@@ -21,8 +31,11 @@ from moeserve.runner.tables import host_upload
 logger = logging.getLogger(__name__)
 # With fewer active parameters per thread, starting and joining threads costs more than they save.
 ACTIVE_PARAMS_PER_THREAD = 4_000_000
-_CGROUPS = Path("/sys/fs/cgroup")
-_MEMBERSHIP = Path("/proc/self/cgroup")
+# Memory that the server's other processes, and threads of this one, take while the model is loaded
+# and afterwards: the same for all models, and for each token of the vocabulary (tokenizers).
+RESERVE_BYTES = 128 << 20
+RESERVE_PER_TOKEN = 512
+INT32_BYTES = 4
 
 
 class CPUModelRunner(ModelRunnerBase):
@@ -39,8 +52,18 @@ class CPUModelRunner(ModelRunnerBase):
         threads = torch.get_num_threads()
         name = f"cpu ({threads} thread{'s' * (threads != 1)})"
         self.properties = DeviceProperties(
-            name, host_memory, exclusive=False, num_ranks=self.world.ranks_on_host
+            name,
+            host_memory,
+            exclusive=False,
+            num_ranks=self.world.ranks_on_host,
+            share=share_of_host,
+            reserve=RESERVE_BYTES + RESERVE_PER_TOKEN * self.spec.vocab_size,
         )
+
+    def available_memory(self) -> MemoryFacts:
+        """Return the memory that this rank may use, after giving back what it has freed."""
+        trim_heap()
+        return super().available_memory()
 
     def load_model(self, progress: Progress) -> None:
         """Load the model, and check that sampling noise is batch-invariant on this machine."""
@@ -51,6 +74,26 @@ class CPUModelRunner(ModelRunnerBase):
                 "sampling noise depends on the batch on this machine: the sampled tokens of a "
                 "request may depend on other requests in the batch (greedy requests are safe)"
             )
+
+    def profile_run(self) -> int:
+        """Return the bytes of a step, with contexts of one token. `context_bytes` has the rest."""
+        return self._step_bytes(max_len=1)
+
+    def context_bytes(self, max_len: int) -> int:
+        """Return the bytes of a step and of request tables that depend on the context length.
+
+        Each request has a row of its tokens and of its block table, in the runner's tables and in
+        the scheduler's (engine/requests.py).
+        """
+        num_blocks = sum(-(-max_len // group.block_size) for group in self.groups)
+        row_bytes = 2 * INT32_BYTES * (max_len + num_blocks)
+        rows_bytes = self.config.scheduler.max_num_seqs * row_bytes
+        return rows_bytes + self._step_bytes(max_len) - self._step_bytes(max_len=1)
+
+    def _step_bytes(self, max_len: int) -> int:
+        model = replace(self.config.model, max_model_len=max_len)
+        config = replace(self.config, model=model)
+        return workspace_bytes(self.spec, config, self.dtype, self.inflow)
 
     def capture_model(self) -> None:
         # A stand-in for CUDA graphs, for tests. By default, steps run without it.
@@ -91,31 +134,6 @@ class CPUModelRunner(ModelRunnerBase):
             )
 
 
-def host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> MemoryFacts:
-    """Return the memory of this process: physical memory, or less if a control group (version 1 or
-    2) limits it.
-    """
-    host = psutil.virtual_memory()
-    limit = host.total
-    free = host.available
-    for folder, is_v2 in _groups(cgroups, membership, "memory"):
-        names = (
-            ("memory.max", "memory.current")
-            if is_v2
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        )
-        group_limit, used = (_number(_read(folder / name)) for name in names)
-        if group_limit is not None and used is not None:
-            # The page cache does not count as used. Its inactive and active files are both
-            # subtracted, because pages that several processes have mapped in turn are active.
-            stat = folder / "memory.stat"
-            prefix = "" if is_v2 else "total_"
-            cached = _stat(stat, prefix + "inactive_file") + _stat(stat, prefix + "active_file")
-            limit = min(limit, group_limit)
-            free = min(free, max(0, group_limit - max(0, used - cached)))
-    return MemoryFacts(limit=limit, used=psutil.Process().memory_info().rss, free=free)
-
-
 def useful_threads(num_active_params: int, cores: int) -> int:
     """Return the number of threads for a model with this many active parameters.
 
@@ -124,7 +142,7 @@ def useful_threads(num_active_params: int, cores: int) -> int:
     return max(1, min(cores, num_active_params // ACTIVE_PARAMS_PER_THREAD))
 
 
-def allowed_cores(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
+def allowed_cores(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
     """Return the number of physical cores in the affinity mask, limited by the CPU quota of the
     control groups (version 2), rounded up.
     """
@@ -132,42 +150,10 @@ def allowed_cores(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> i
         cores = num_cores(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
         cores = psutil.cpu_count(logical=False) or 1
-    for folder, is_v2 in _groups(cgroups, membership, "cpu"):
-        limit, _, period = _read(folder / "cpu.max").partition(" ")
-        quota_us = _number(limit)
-        period_us = _number(period)
+    for folder, is_v2 in control_groups(cgroups, membership, "cpu"):
+        limit, _, period = read(folder / "cpu.max").partition(" ")
+        quota_us = number(limit)
+        period_us = number(period)
         if is_v2 and quota_us is not None and period_us:
             cores = min(cores, math.ceil(quota_us / period_us))
     return max(1, cores)
-
-
-def _groups(root: Path, membership: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder of each control group of this process, and whether its version is 2."""
-    for line in _read(membership).splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        is_v2 = controllers == ""
-        if is_v2 or controller in controllers.split(","):
-            base = root if is_v2 else root / controller
-            inner = base / path.lstrip("/")
-            yield from (
-                (folder, is_v2) for folder in (inner, *inner.parents) if folder.is_relative_to(base)
-            )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.strip().isdigit() else None  # "max": no limit
-
-
-def _stat(path: Path, key: str) -> int:
-    for line in _read(path).splitlines():
-        name, _, value = line.partition(" ")
-        if name == key:
-            return _number(value) or 0
-    return 0

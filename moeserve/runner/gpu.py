@@ -88,6 +88,10 @@ class GPUModelRunner(ModelRunnerBase):
             self.spec, replace(self.config, scheduler=scheduler), self.dtype, inflow
         )
 
+    def profile_estimate(self) -> int:
+        """Return an estimate of `profile_run` before the model is loaded, without graphs."""
+        return super().profile_run()
+
     def _measure_step(self) -> tuple[int, int]:
         """Run the largest step. Return its peak memory (without weights and tables), and the size
         of the tables.

@@ -76,6 +76,7 @@ class GroupedRunner(ThreadedRunner):
             return asyncio.run(self.call(model.prepare, progress))
         team.wait_connected()
         report = team.on_progress = _SlowestProgress(model.world.tp_size, progress)
+        asyncio.run(self.call(model.fit))  # for all ranks
         placement = None if model.placement is None else model.placement.to_table()
         builds = team.send(Build(model.config, model.world, placement))
         budget = asyncio.run(self.call(model.load, lambda name, percent: report(0, name, percent)))

@@ -5,7 +5,7 @@ be? Settings that do not fit are rejected with the number that would.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -133,18 +133,23 @@ def kv_budget(memory: MemoryFacts, utilization: float, workspace: int, mapped: i
     `utilization` times the free memory. The workspace of a step is subtracted from both.
 
     memory: measured after the weights were loaded.
-    mapped: bytes of memory-mapped weights, which the operating system counts as free.
+    mapped: bytes of memory-mapped weights, which count as free and not as used.
     """
+    of_limit = int(utilization * memory.limit) - memory.used - mapped
     free = int(utilization * (memory.free - mapped))
-    return max(0, min(int(utilization * memory.limit) - memory.used, free) - workspace)
+    return max(0, min(of_limit, free) - workspace)
 
 
-def check_weights_fit(weight_bytes: int, memory: MemoryFacts) -> None:
-    """Raise DoesNotFit if loading would end with the out-of-memory killer."""
-    if weight_bytes > memory.free:
+def check_weights_fit(weight_bytes: int, memory: MemoryFacts, while_loading: int = 0) -> None:
+    """Raise DoesNotFit if loading would end with the out-of-memory killer.
+
+    while_loading: bytes in addition, until all weights are loaded.
+    """
+    if weight_bytes + while_loading > memory.free:
+        more = f" and {mib(while_loading)} more until they are loaded" if while_loading else ""
         raise DoesNotFit(
-            f"the weights that this process loads take {_mib(weight_bytes)}, but only "
-            f"{_mib(memory.free)} of memory are free (limit {_mib(memory.limit)}). Free some "
+            f"the weights that this process loads take {mib(weight_bytes)}{more}, but only "
+            f"{mib(memory.free)} of memory are free (limit {mib(memory.limit)}). Free some "
             "memory, raise the limit, choose a smaller model or dtype, shard the experts over more "
             "machines, or keep some on disk (expert_memory, on CPUs)."
         )
@@ -157,11 +162,16 @@ def blocks_for(groups: Sequence[KVGroup], num_tokens: int, chunk: int) -> int:
 
 def longest_context(groups: Sequence[KVGroup], usable_blocks: int, chunk: int, limit: int) -> int:
     """Return the length of the longest request, up to `limit`, that fits in usable_blocks."""
+    return _largest(limit, lambda length: blocks_for(groups, length, chunk) <= usable_blocks)
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `limit` that fits; 0 if none does. Smaller ones fit, too."""
     low = 0
     high = limit
     while low < high:
         middle = (low + high + 1) // 2
-        if blocks_for(groups, middle, chunk) <= usable_blocks:
+        if fits(middle):
             low = middle
         else:
             high = middle - 1
@@ -176,12 +186,14 @@ def resolve(
     budget: int,
     *,
     fill: bool,
+    beside: Callable[[int], int] = lambda num_tokens: 0,
 ) -> tuple[Limits, tuple[str, ...]]:
     """Return the limits, and notes about them for the user.
 
     budget: bytes for KV blocks, from `kv_budget`.
     fill: whether to use the whole budget (on a GPU), or only the part that requests are likely to
         use (on a host with other programs).
+    beside: returns the bytes that contexts of this length need in addition to KV blocks.
 
     Raises DoesNotFit if a configured length or size does not fit, with the number that would.
     """
@@ -189,9 +201,26 @@ def resolve(
     chunk = chunk_tokens(config)
     asked_len = config.model.max_model_len
     wanted_len = spec.max_position if asked_len is None else asked_len
-    num_blocks = _num_blocks(config, groups, bytes_per_block, budget, wanted_len, fill)
+    asked_bytes = cache.kv_cache_bytes
+    most_bytes = max(0, budget - beside(1))
+    if asked_bytes is not None and asked_bytes > most_bytes:
+        raise DoesNotFit(
+            f"kv_cache_bytes={asked_bytes} ({mib(asked_bytes)}) does not fit: only "
+            f"{mib(most_bytes)} are left beside weights and workspace. Use at most {most_bytes}."
+        )
+
+    def room(length: int) -> tuple[int, int]:
+        """Return the blocks that fit beside contexts of this length, and the longest context."""
+        left = max(0, budget - beside(length))
+        if asked_bytes is not None and asked_bytes > left:
+            return 0, 0
+        num_blocks = _num_blocks(config, groups, bytes_per_block, left, wanted_len, fill)
+        usable = num_blocks - 1 - int(config.scheduler.watermark * num_blocks)
+        return num_blocks, longest_context(groups, usable, chunk, length)
+
+    max_len = _largest(wanted_len, lambda length: room(length)[1] >= length)
+    num_blocks = room(max_len)[0]
     watermark = int(config.scheduler.watermark * num_blocks)
-    max_len = longest_context(groups, num_blocks - 1 - watermark, chunk, wanted_len)
     notes: tuple[str, ...] = ()
     if max_len < wanted_len:
         needed_bytes = (blocks_for(groups, wanted_len, chunk) + 1 + watermark) * bytes_per_block
@@ -211,13 +240,13 @@ def resolve(
             )
         if asked_len is not None:
             raise DoesNotFit(
-                f"max_model_len={wanted_len} needs {_mib(needed_bytes)} for KV blocks, but "
-                f"{_mib(available_bytes)} are available. max_model_len={max_len} would fit. Or "
+                f"max_model_len={wanted_len} needs {mib(needed_bytes)} for KV blocks, but "
+                f"{mib(available_bytes)} are available. max_model_len={max_len} would fit. Or "
                 "provide more memory (--memory-utilization, --kv-cache-bytes)."
             )
         notes = (
             f"max_model_len reduced from {wanted_len} to {max_len}: the model's whole context "
-            f"needs {_mib(needed_bytes)} for KV blocks, but {_mib(available_bytes)} are available",
+            f"needs {mib(needed_bytes)} for KV blocks, but {mib(available_bytes)} are available",
         )
     limits = Limits(
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -247,11 +276,6 @@ def _num_blocks(
     asked_bytes = config.cache.kv_cache_bytes
     chunk = chunk_tokens(config)
     if asked_bytes is not None:
-        if asked_bytes > budget:
-            raise DoesNotFit(
-                f"kv_cache_bytes={asked_bytes} ({_mib(asked_bytes)}) does not fit: only "
-                f"{_mib(budget)} are left beside weights and workspace. Use at most {budget}."
-            )
         return asked_bytes // bytes_per_block
     if fill:
         return max_blocks
@@ -289,7 +313,8 @@ def workspace_bytes(
     return forward + _F32_BYTES * (logits + chunks)
 
 
-def _mib(size: int) -> str:
+def mib(size: int) -> str:
+    """Return a number of bytes for people."""
     return f"{size / 2**20:,.2f} MiB"
 
 

@@ -5,9 +5,7 @@ rank, the ops table packs them for its kernels, and `build_decoder` builds the l
 """
 
 import logging
-import math
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,11 +20,11 @@ from moeserve.comm.world import World
 from moeserve.config import Activations, Config, Lossless
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
-from moeserve.loader.dummy import RandomReader, dummy_checkpoint, quantized_format
+from moeserve.loader.dummy import RandomReader, dummy_checkpoint
 from moeserve.loader.expert_memory import ExpertMemory
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.fresh_memory import FreshMemory
-from moeserve.loader.load_plan import LoadPlan, Param, Piece, is_expert, is_packed
+from moeserve.loader.load_plan import LoadPlan, is_packed
 from moeserve.loader.packed_cache import (
     MIN_MODEL_BYTES,
     CachedParams,
@@ -34,8 +32,7 @@ from moeserve.loader.packed_cache import (
     folder_of,
     key_of,
 )
-from moeserve.loader.stored_format import StoredFormat
-from moeserve.loader.weights import Params, Reader, format_of
+from moeserve.loader.weights import Params, Reader
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.load_plan import expert_load_plan, load_plan
@@ -43,13 +40,22 @@ from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.experts.registry import EXPERT_KERNELS
 from moeserve.moe.placement.placement import Placement
-from moeserve.ops.native_layer import BYTES_IN_12_BITS, allocate_new
+from moeserve.ops.native_layer import allocate_new
 from moeserve.ops.pick import pick_ops
 from moeserve.ops.quantized import QuantizeTo
 from moeserve.ops.table import Ops
 from moeserve.ops.traced import traced
 from moeserve.runner.experts import BYTES_PER_S, CPU_SHARE, Pace
 from moeserve.runner.limits import MemoryFacts, check_weights_fit
+from moeserve.runner.weight_sizes import (
+    WeightSizes,
+    bytes_in_memory,
+    compressed_names,
+    loading_bytes,
+    quantized_params,
+    weight_bytes,
+    weight_sizes,
+)
 
 log = logging.getLogger(__name__)
 _DUMMY_NEEDS_ONE_RANK = "load_format=dummy is for one rank"
@@ -79,14 +85,14 @@ class Loaded(NamedTuple):
     expert_cache: Any  # the native cache of experts, if experts are on disk; otherwise None
 
 
-class _LoadSetup(NamedTuple):
+class LoadSetup(NamedTuple):
     """How a model is loaded: decided and checked before weights are read."""
 
     checkpoint: Checkpoint
     described: Checkpoint  # describes the weights; for dummy weights, made up from the load plan
     plan: LoadPlan
     ops: Ops
-    num_bytes: int  # of all packed weights
+    sizes: WeightSizes
     cache_folder: str | None  # None: packed weights are not cached on disk
 
 
@@ -100,15 +106,22 @@ def load_model(
     shard: Shard,
     memory: MemoryFacts,
     progress: Progress,
+    setup: LoadSetup,
 ) -> Loaded:
     """Load this rank's part of a model.
 
     quantize_to: the dtype to which linear layers are quantized at load time; None: as stored.
     memory: the memory of the device.
+    setup: from `set_up_loading` with the same arguments.
 
     Raises ConfigError (CheckpointError, DoesNotFit).
     """
-    setup = _set_up_loading(spec, model_dir, device, dtype, config, quantize_to, shard, memory)
+    check_weights_fit(
+        bytes_in_memory(setup.sizes, config.model.expert_memory),
+        memory,
+        loading_bytes(setup.sizes, config.model.expert_memory),
+    )
+    _log_activations(setup.ops, spec, setup.checkpoint, shard)
     checkpoint = setup.checkpoint
     described = setup.described
     plan = setup.plan
@@ -130,7 +143,7 @@ def load_model(
     cache = None
     # Only for the initial placement: no later start would use the file of another one.
     if setup.cache_folder and not (shard.placement and shard.placement.version):
-        quantized = dict(_quantized_params(described, plan, quantize_to))
+        quantized = dict(quantized_params(described, plan, quantize_to))
         forms = f"{quantize_to} {checkpoint.activations} {ops.lossless} {quantized}"
         cache = PackedCache(
             setup.cache_folder,
@@ -138,7 +151,7 @@ def load_model(
             percent.mapping,
             limit_bytes=config.model.packed_cache_bytes,
             num_sharers=shard.world.ranks_on_host,
-            num_bytes_on_disk=setup.num_bytes if expert_memory else 0,
+            num_bytes_on_disk=setup.sizes.total if expert_memory else 0,
             allocate=ops.allocate,
         )
     experts_on_disk = None
@@ -175,26 +188,32 @@ def load_model(
     )
 
 
-def _set_up_loading(
+def set_up_loading(
     spec: ModelSpec,
     model_dir: Path,
     device: torch.device,
     dtype: torch.dtype,
     config: Config,
     quantize_to: QuantizeTo | None,
-    shard: Shard,
-    memory: MemoryFacts,
-) -> _LoadSetup:
+    world: World,
+    placement: Placement | None,
+    checkpoint: Checkpoint | None = None,
+) -> LoadSetup:
     """Plan which tensors to load, and choose the kernels. See `load_model`.
 
-    Raises ConfigError if the weights do not fit in memory, or the kernels do not support them.
+    checkpoint: of an earlier setup with other settings; None: open it.
+
+    Raises ConfigError if the kernels do not support the weights.
     """
     is_dummy = config.model.load_format == "dummy"
     expert_memory = config.model.expert_memory
-    if is_dummy and shard.world.size > 1:
+    if is_dummy and world.size > 1:
         raise ConfigError(_DUMMY_NEEDS_ONE_RANK)
-    checkpoint = Checkpoint(model_dir, {}) if is_dummy else open_checkpoint(model_dir, spec.stored)
-    plan = load_plan(spec, checkpoint.names, shard.world, shard.placement)
+    if checkpoint is None:
+        checkpoint = (
+            Checkpoint(model_dir, {}) if is_dummy else open_checkpoint(model_dir, spec.stored)
+        )
+    plan = load_plan(spec, checkpoint.names, world, placement)
     ops = _ops_for(spec, device, dtype, config)
     checkpoint = _for_kernels(checkpoint, ops, config)
     described = checkpoint
@@ -202,10 +221,8 @@ def _set_up_loading(
         described = _for_kernels(
             dummy_checkpoint(model_dir, plan, spec.stored, quantize_to), ops, config
         )
-    num_bytes = weight_bytes(described, plan, ops, quantize_to)
-    bytes_on_disk = _bytes_on_disk(described, plan, ops, quantize_to, expert_memory)
-    check_weights_fit(num_bytes - bytes_on_disk, memory)
-    folder = _cache_folder(config, ops, num_bytes)
+    sizes = weight_sizes(described, plan, ops, quantize_to)
+    folder = cache_folder(config, ops, sizes.total)
     _check_kernels(
         ops,
         described,
@@ -215,8 +232,7 @@ def _set_up_loading(
         expert_memory=expert_memory,
         lossless=ops.lossless,
     )
-    _log_activations(ops, spec, checkpoint, shard)
-    return _LoadSetup(checkpoint, described, plan, ops, num_bytes, folder)
+    return LoadSetup(checkpoint, described, plan, ops, sizes, folder)
 
 
 def _ops_for(spec: ModelSpec, device: torch.device, dtype: torch.dtype, config: Config) -> Ops:
@@ -333,7 +349,7 @@ def _for_kernels(checkpoint: Checkpoint, ops: Ops, config: Config) -> Checkpoint
     return replace(checkpoint, activations=rows, obstacle=obstacle)
 
 
-def _cache_folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
+def cache_folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
     """Return the folder for the file of packed weights; None if they are not cached."""
     packed_cache = config.model.packed_cache
     needed = config.model.expert_memory is not None
@@ -364,20 +380,6 @@ def _with_fresh_memory(
     )
 
 
-def _bytes_on_disk(
-    checkpoint: Checkpoint,
-    plan: LoadPlan,
-    ops: Ops,
-    quantize_to: QuantizeTo | None,
-    expert_memory: int | None,
-) -> int:
-    """Return the bytes of the experts that stay on disk."""
-    if expert_memory is None:
-        return 0
-    experts = replace(plan, params=tuple(param for param in plan.params if is_expert(param.name)))
-    return max(0, weight_bytes(checkpoint, experts, ops, quantize_to) - expert_memory)
-
-
 def _check_kernels(
     ops: Ops,
     checkpoint: Checkpoint,
@@ -406,15 +408,15 @@ def _check_kernels(
             f"activations=int8 needs the native kernels, but {our_kernels}; use activations=auto, "
             f"or {native}"
         )
-    quantized = [param.name for param, _ in _quantized_params(checkpoint, plan, quantize_to)]
-    if lossless != "off" and not _compressed_names(ops, plan, quantized):
+    quantized = [param.name for param, _ in quantized_params(checkpoint, plan, quantize_to)]
+    if lossless != "off" and not compressed_names(ops, plan, quantized):
         which = "experts" if lossless == "experts" else "linear layers"
         raise ConfigError(
             f"lossless_compression={lossless}, but no {which} of this model have 16-bit weights "
             "and a multiple of 8 inputs; use lossless_compression=off"
         )
     remedy = "--quantization none" if quantize_to else "the float16 or bfloat16 checkpoint"
-    for param, form in _quantized_params(checkpoint, plan, quantize_to):
+    for param, form in quantized_params(checkpoint, plan, quantize_to):
         if ops.weight_obstacle is None:
             raise ConfigError(
                 "quantized weights need the native kernels for CPUs or Triton kernels for GPUs, "
@@ -435,20 +437,6 @@ def _check_kernels(
             raise ConfigError(f"{why}, and {what}, {our_kernels}; use {remedy}, or {native}")
 
 
-def _quantized_params(
-    checkpoint: Checkpoint, plan: LoadPlan, quantize_to: QuantizeTo | None
-) -> Iterator[tuple[Param, StoredFormat]]:
-    """Yield each parameter with 4 or 8 bits per weight, and its format."""
-    pieces: dict[str, list[Piece]] = defaultdict(list)
-    for piece in plan.pieces:
-        pieces[piece.param].append(piece)
-    for param in plan.params:
-        if form := format_of(checkpoint, param, pieces[param.name]):
-            yield param, form
-        elif quantize_to and param.quantized_on_load:
-            yield param, quantized_format(quantize_to, param.shape[-1])
-
-
 def _describe_activations(ops: Ops, spec: ModelSpec, activations: Activations) -> str:
     """Return how quantized activations are computed here, for the log."""
     if ops.triton and spec.moe:
@@ -463,31 +451,3 @@ def _describe_activations(ops: Ops, spec: ModelSpec, activations: Activations) -
     if ops.native and any(form.activation_format(activations) == "int8" for form in spec.stored):
         return "here they become int8 with a scale for every 32 elements, unless activations=float"
     return f"here they stay {ops.dtype}, only weights are quantized"
-
-
-def weight_bytes(
-    checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, quantize_to: QuantizeTo | None
-) -> int:
-    """Return the approximate size in memory of the parameters that a rank loads."""
-    narrow = {
-        param.name: form.bytes_per_weight
-        for param, form in _quantized_params(checkpoint, plan, quantize_to)
-    }
-    narrow |= dict.fromkeys(_compressed_names(ops, plan, narrow), BYTES_IN_12_BITS)
-    return sum(
-        int(math.prod(param.shape) * narrow.get(param.name, ops.dtype.itemsize))
-        for param in plan.params
-    )
-
-
-def _compressed_names(ops: Ops, plan: LoadPlan, quantized: Collection[str]) -> list[str]:
-    """Return the names of the parameters that are compressed to 12 bits per weight."""
-    if ops.lossless == "off":
-        return []
-    is_selected = is_packed if ops.lossless == "all" else is_expert
-    fit = (
-        param
-        for param in plan.params
-        if is_selected(param.name) and not param.fp32 and param.shape[-1] % 8 == 0
-    )
-    return [param.name for param in fit if param.name not in quantized]

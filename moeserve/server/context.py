@@ -9,6 +9,7 @@ from typing import Protocol
 from moeserve.config import ServerConfig
 from moeserve.errors import ModelNotFound, Overloaded
 from moeserve.frontend.front_end import FrontEnd
+from moeserve.hub.progress import Progress
 from moeserve.messages import Phase, Ready
 from moeserve.server.access_log import Observer
 from moeserve.server.auth import Auth
@@ -50,6 +51,7 @@ class Context:
     config: ServerConfig
     auth: Auth
     front: FrontEnd | None = None  # None while the model's files are read; probes answer already
+    download: Progress | None = None  # of the model, before its files are read
     draining: bool = False
     started: bool = False  # has been ready at least once
     created: int = field(default_factory=lambda: int(time.time()))
@@ -90,8 +92,22 @@ class Context:
         if self.state in ("ready", "draining") or (self.state == "stalled" and not forming):
             return Phase(self.state, 100, time.monotonic() - self.began_at_s)
         if self.front is None:
-            return Phase("reading the model's files", 0, time.monotonic() - self.began_at_s)
+            elapsed_s = time.monotonic() - self.began_at_s
+            if self.download is not None:
+                return Phase(str(self.download), self.download.percent, elapsed_s)
+            return Phase("reading the model's files", 0, elapsed_s)
         return self.front.phase
+
+    @property
+    def stage(self) -> str:
+        """The name of the phase, without figures that change all the time."""
+        if self.front is None and self.download is not None and not self.draining:
+            return self.download.title
+        return self.phase.name
+
+    def show_download(self, progress: Progress) -> None:
+        """Show how far the download of the model is."""
+        self.download = progress
 
     def serving(self, model: str | None = None) -> tuple[FrontEnd, Ready]:
         """Return the front end, and the engine's facts about the model.

@@ -20,6 +20,7 @@ from contextlib import (
     asynccontextmanager,
     suppress,
 )
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -40,7 +41,10 @@ from moeserve.frontend.journal import StreamLog
 from moeserve.frontend.journal_feed import follow
 from moeserve.frontend.open import open_front_end, prepare
 from moeserve.frontend.takeover import succeeding
+from moeserve.hub.progress import Progress, TerminalProgress
+from moeserve.loader.model_dir import cached_model, hub_name_of
 from moeserve.messages import Ready
+from moeserve.models.fetch import local_config
 from moeserve.server.access_log import AccessLog
 from moeserve.server.app import App
 from moeserve.server.auth import Auth
@@ -64,6 +68,7 @@ JOURNAL_PAUSE_S = 1.0  # pause before following a failed journal again
 
 T = TypeVar("T")
 OpenFrontEnd = Callable[[], AbstractAsyncContextManager[FrontEnd]]
+Fetch = Callable[[], Coroutine[Any, Any, OpenFrontEnd]]
 
 
 def serve(config: Config) -> int:
@@ -78,14 +83,61 @@ def serve(config: Config) -> int:
         ports.append(config.server.metrics_port)
     sockets = [bind(config.server, port) for port in ports]
     if config.parallel.standby:
-        # Imported only here, because it imports the code that starts engines.
-        from moeserve.server.standby import keep_front_ends
-
-        return keep_front_ends(config, sockets)
+        return _serve_with_standby(config, sockets)
     context = _make_context(config)
+    fetch = partial(_fetch, config, context)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        open_front = partial(open_front_end, config, child=True, bounded=True)
-        return runner.run(run(context, sockets[0], open_front, *sockets[1:]))
+        return runner.run(run(context, sockets[0], fetch, *sockets[1:]))
+
+
+async def _fetch(config: Config, context: Context) -> OpenFrontEnd:
+    """Download the model if need be. Return a function that opens a front end for it.
+
+    Raise ConfigError.
+    """
+    return partial(open_front_end, await _local_config(config, context), child=True, bounded=True)
+
+
+async def _local_config(config: Config, context: Context) -> Config:
+    """Return the settings with the model's path, and show the download on all surfaces."""
+    as_bar = None if config.server.log_format == "text" else False
+    with TerminalProgress(as_bar=as_bar) as terminal:
+
+        def report(progress: Progress) -> None:
+            context.show_download(progress)
+            terminal(progress)
+
+        config = await local_config(config, report)
+    context.download = None
+    return config
+
+
+def _serve_with_standby(config: Config, sockets: list[socket.socket]) -> int:
+    """Serve with a standby front end. Download the model first, once for both front ends."""
+    # Imported only here, because it imports the code that starts engines.
+    from moeserve.server.standby import keep_front_ends
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        local = runner.run(_fetch_for_standby(config, sockets))
+    return 0 if local is None else keep_front_ends(local, sockets)
+
+
+async def _fetch_for_standby(config: Config, sockets: list[socket.socket]) -> Config | None:
+    """Return the settings with the model's path, or None after a signal.
+
+    Answer probes while the model is downloaded, on copies of the sockets, as they are closed then.
+    """
+    name = hub_name_of(config.model.model)
+    if name is None or cached_model(name) is not None:
+        return await local_config(config, TerminalProgress())
+    # Batches are left to the front end that will serve.
+    server = replace(config.server, files_dir=None)
+    context = _make_context(replace(config, server=server))
+    stop = _stop_signals()
+    copies = [sock.dup() for sock in sockets]
+    async with listening(copies[0], context, *copies[1:]):
+        log.info("listening on %s", _listening_text(context, copies[0]))
+        return await _unless_stopped(stop, _local_config(config, context))
 
 
 def serve_in_turn(
@@ -113,9 +165,11 @@ def serve_in_turn(
         assert isinstance(prepared.link, Fleet)
         prepared.link.continue_from(snapshot)
         opened = open_front_end(config, child=True, prepared=prepared)
-        return await run(
-            context, sockets[0], partial(succeeding, opened, streams, root), *sockets[1:]
-        )
+
+        async def fetch() -> OpenFrontEnd:  # the root process has downloaded the model
+            return partial(succeeding, opened, streams, root)
+
+        return await run(context, sockets[0], fetch, *sockets[1:])
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(wait_and_run())
@@ -217,7 +271,7 @@ async def listening(
         watch = StreamWatch(context.streams, context.config.sse_ping_s)
         timers = [
             spawn(watch.run(), name="streams", on_error=log_error),
-            spawn(report_changes(lambda: context.phase.name), name="report", on_error=log_error),
+            spawn(report_changes(lambda: context.stage), name="report", on_error=log_error),
         ]
         try:
             yield
@@ -270,17 +324,21 @@ async def _open_batches(app: App, server: HttpServer) -> Batches | None:
 async def run(
     context: Context,
     sock: socket.socket,
-    open_front: OpenFrontEnd,
+    fetch: Fetch,
     metrics_sock: socket.socket | None = None,
 ) -> int:
     """Run the server on one loop, from listening to the last answer. Return the exit code.
 
-    open_front: returns the front end's context, which loads the model.
+    fetch: downloads the model if need be, and returns a function that returns the front end's
+        context, which loads the model.
     metrics_sock: see `listening`.
     """
     stop = _stop_signals()
     async with listening(sock, context, metrics_sock):
         log.info("listening on %s", _listening_text(context, sock))
+        open_front = await _unless_stopped(stop, fetch())
+        if open_front is None:  # stopped while the model was downloaded
+            return 0
         async with open_front() as front:
             context.front = front
             await _serve(context, front, sock, stop)

@@ -41,11 +41,13 @@ async def startupz(call: HttpCall) -> web.StreamResponse:
 
 def _status(call: HttpCall, good: bool) -> web.Response:
     phase = call.context.phase
+    front = call.context.front
     body = StatusResponse(
         status=call.context.state,  # type: ignore[arg-type]  # the front end's states are these
         phase=phase.name,
         percent=phase.percent,
         elapsed_s=round(phase.elapsed_s, 3),
+        notes=front.ready.notes if front is not None and front.ready is not None else (),
     )
     headers = {"Cache-Control": "no-store"} | ({} if good else {"Retry-After": "1"})
     return call.answer(body, 200 if good else 503, **headers)

@@ -1,4 +1,5 @@
-"""Builds a tokenizer from the metadata of a GGUF file: byte-level BPE (gpt2), or SentencePiece BPE.
+"""Builds a tokenizer from the metadata of a GGUF file: byte-level BPE (gpt2), SentencePiece BPE
+(llama), or Gemma 4's, which has SentencePiece's tokens and a list of merges.
 
 `tokenizer.ggml.pre` is the name of a pre-tokenizer, which splits a text into words. The patterns
 here are those of the corresponding tokenizer.json.
@@ -29,6 +30,7 @@ _END_TOKENS = frozenset({
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<｜end▁of▁sentence｜>", "[e~[",
 })  # fmt: skip
+_GEMMA_4_MARK = "<|tool_response>"  # of a vocabulary in which </s> is text
 # Role of a fill-in-the-middle token -> names of its id, the newest first
 _FIM_KEYS = {
     "pre": ("fim_pre_token_id", "prefix_token_id"),
@@ -76,12 +78,22 @@ def _joined(*alternatives: str) -> tuple[str]:
 
 
 _QWEN2 = _PreTokenizer(_joined(CONTRACTIONS, _WORD, r"\p{N}", *REST_PATTERNS), normalizes_nfc=True)
+_QWEN35 = _PreTokenizer(  # marks belong to words
+    _joined(
+        CONTRACTIONS,
+        r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+        r"\p{N}",
+        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+        *REST_PATTERNS[1:],
+    ),
+    normalizes_nfc=True,
+)
 _LLAMA3 = _PreTokenizer(
     _joined(CONTRACTIONS, _WORD, r"\p{N}{1,3}", *REST_PATTERNS),
     adds_bos=True,
     keeps_whole_words=True,
 )
-_GLM4 = _LLAMA3._replace(adds_bos=False, keeps_whole_words=False)
+_CHATGLM = _LLAMA3._replace(adds_bos=False, keeps_whole_words=False)
 _GPT4O = _PreTokenizer(
     _joined(*(word + CONTRACTIONS + "?" for word in _CASED_WORDS), r"\p{N}{1,3}", *_REST_WITH_SLASH)
 )
@@ -124,6 +136,30 @@ _YOUTU = _PreTokenizer(
     ),
     keeps_whole_words=True,
 )
+# Scripts that are written without spaces, or in syllables
+_EAST_AND_SOUTHEAST_ASIAN = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
+    "\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff"
+    "\uac00-\ud7af\u1100-\u11ff]+"
+)
+_AFMOE = _PreTokenizer((
+    # Groups of three digits, counted from the last one
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    _EAST_AND_SOUTHEAST_ASIAN,
+    _DEEPSEEK3.patterns[-1],
+))  # fmt: skip
+_COHERE2 = _PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", *_GPT4O.patterns))
+_EXAONE = _PreTokenizer(
+    _joined(
+        CONTRACTIONS,
+        r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
+        r"\p{N}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]?",
+        r"\s*[\r\n]",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
 _SEED = _PreTokenizer(
     _joined(CONTRACTIONS, _WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", *REST_PATTERNS[1:])
 )
@@ -134,8 +170,10 @@ _PRE_TOKENIZERS = {
         ("llama-bpe", "llama3", "llama-v3", "pixtral", "falcon3", "falcon-h1"), _LLAMA3
     ),
     **dict.fromkeys(("midm-2.0", "lfm2", "jina-v5-nano"), _LLAMA3),
+    "qwen35": _QWEN35,
     # llama.cpp merges words of these from their parts, even words that are tokens.
-    **dict.fromkeys(("glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), _GLM4),
+    **dict.fromkeys(("chatglm-bpe", "dbrx", "smaug-bpe"), _CHATGLM),
+    **dict.fromkeys(("glm4", "glm5"), _CHATGLM._replace(keeps_whole_words=True)),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
     "tekken": _PreTokenizer(
         _joined(*_CASED_WORDS, r"\p{N}", *_REST_WITH_SLASH), adds_bos=True, keeps_whole_words=True
@@ -146,6 +184,13 @@ _PRE_TOKENIZERS = {
     "kimi-k2": _KIMI_K2,
     "youtu": _YOUTU,
     "seed-coder": _SEED,
+    "afmoe": _AFMOE,
+    **dict.fromkeys(("cohere2moe", "tiny_aya"), _COHERE2),
+    "exaone-moe": _EXAONE,
+    **dict.fromkeys(
+        ("bailingmoe", "bailingmoe2", "llada-moe", "solar-open"),
+        _QWEN2._replace(normalizes_nfc=False),
+    ),
     **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum"), _WORDS_ONLY),
     **dict.fromkeys(("mpt", "jais", "trillion"), _WORDS_ONLY),
     "olmo": _WORDS_ONLY._replace(normalizes_nfc=True),
@@ -164,9 +209,10 @@ def read_gguf_tokenizer(path: Path) -> Backend:
         if key.startswith("tokenizer.ggml.")
     }
     kind = meta.get("model")
-    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(kind))
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma_4}
+    build = builders.get(str(kind))
     if build is None:
-        raise _unsupported(path, "model", kind, "gpt2, llama")
+        raise _unsupported(path, "model", kind, ", ".join(builders))
     # llama.cpp names tokens without text so, too.
     tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(_metadata_list(path, meta, "tokens"))]
     if len(set(tokens)) != len(tokens):
@@ -174,15 +220,10 @@ def read_gguf_tokenizer(path: Path) -> Backend:
             f"{path}: tokenizer.ggml.tokens has {len(tokens)} tokens, {len(set(tokens))} different "
             "ones; each token must be there once. Download it again"
         )
-    types = [int(number) for number in _metadata_list(path, meta, "token_type", len(tokens))]
-    for i, token in enumerate(tokens):
-        if types[i] == _NORMAL and token in _END_TOKENS:
-            log.warning("%s: the token %r ends answers, so it is a control token", path, token)
-            types[i] = _CONTROL
-    for token_id in gguf_fim_ids(path).values():
-        if types[token_id] in (_NORMAL, _UNUSED):
-            types[token_id] = _CONTROL
+    types = _token_types(path, meta, tokens)
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
+    if build is _gemma_4:
+        meta["add_bos_token"] = True  # as in llama.cpp, whatever the file says
     try:
         backend, adds_bos = build(path, meta, vocab, tokens)
     except CheckpointError:
@@ -206,6 +247,20 @@ def read_gguf_tokenizer(path: Path) -> Backend:
             single=template, special_tokens=[*bos, *eos]
         )
     return backend
+
+
+def _token_types(path: Path, meta: Mapping[str, Any], tokens: list[str]) -> list[int]:
+    """Return the type of each token, after llama.cpp's corrections."""
+    types = [int(number) for number in _metadata_list(path, meta, "token_type", len(tokens))]
+    ends = _END_TOKENS - {"</s>"} if _GEMMA_4_MARK in tokens else _END_TOKENS
+    for i, token in enumerate(tokens):
+        if types[i] == _NORMAL and token in ends:
+            log.warning("%s: the token %r ends answers, so it is a control token", path, token)
+            types[i] = _CONTROL
+    for token_id in gguf_fim_ids(path).values():
+        if types[token_id] in (_NORMAL, _UNUSED):
+            types[token_id] = _CONTROL
+    return types
 
 
 def gguf_fim_ids(path: Path) -> dict[str, int]:
@@ -245,7 +300,7 @@ def _byte_level(
     if pre not in _PRE_TOKENIZERS:
         raise _unsupported(path, "pre", pre, ", ".join(_PRE_TOKENIZERS))
     pre_tokenizer = _PRE_TOKENIZERS[pre]
-    merges = [tuple(merge.split(" ", 1)) for merge in _metadata_list(path, meta, "merges")]
+    merges = _merges(path, meta)
     backend = Backend(
         models.BPE(vocab=vocab, merges=merges, ignore_merges=pre_tokenizer.keeps_whole_words)
     )
@@ -276,19 +331,59 @@ def _sentencepiece(
         for i in range(1, len(token))
         if token[:i] in vocab and token[i:] in vocab
     ]
+    return _with_spaces_as_marks(meta, vocab, tokens, merges, default_prefix=True), True
+
+
+def _gemma_4(
+    path: Path, meta: Mapping[str, Any], vocab: dict[str, int], tokens: list[str]
+) -> tuple[Backend, bool]:
+    """Build Gemma 4's tokenizer, which merges as its list says."""
+    merges = _merges(path, meta)
+    backend = _with_spaces_as_marks(meta, vocab, tokens, merges, default_prefix=False)
+    made = {first + second for first, second in merges}
+    # llama.cpp does not merge newlines: a run of them that is a token is that token.
+    runs = [token for token in vocab if set(token) == {"\n"} and len(token) > 1]
+    backend.add_tokens([AddedToken(run, normalized=False) for run in runs if run not in made])
+    return backend, True
+
+
+def _with_spaces_as_marks(
+    meta: Mapping[str, Any],
+    vocab: dict[str, int],
+    tokens: list[str],
+    merges: list[tuple[str, str]],
+    *,
+    default_prefix: bool,
+) -> Backend:
+    """Build BPE on whole texts, in which spaces are written "▁". Unknown letters become bytes.
+
+    default_prefix: whether a text gets a space in front, if the file does not say.
+    """
     number = meta.get("unknown_token_id", 0)
     unknown = tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
     backend = Backend(
         models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    prefix = meta.get("add_space_prefix", True)
+    prefix = meta.get("add_space_prefix", default_prefix)
     spaces = normalizers.Replace(" ", "▁")
     backend.normalizer = (
         normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
     )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    return backend, True
+    return backend
+
+
+def _merges(path: Path, meta: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Read the list of merges: two tokens each, with a space between them.
+
+    The first token may begin with a space, which is not the one between them.
+    """
+    merges = []
+    for merge in _metadata_list(path, meta, "merges"):
+        first, _, second = merge[1:].partition(" ")
+        merges.append((merge[:1] + first, second))
+    return merges
 
 
 def _metadata_list(path: Path, meta: Mapping[str, Any], key: str, length: int | None = None) -> Any:

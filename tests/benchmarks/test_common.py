@@ -53,14 +53,16 @@ def test_commands_have_no_paths_of_a_machine(monkeypatch: pytest.MonkeyPatch) ->
         "/b/hf",
         "--engine",
         "llamacpp=/c/bin/python",
+        "--engine",
+        "moeserve-gguf=/e/bin/python",
         "--weight-bytes",
         "0.6",
         "d/e",
     ]
     monkeypatch.setattr(sys, "argv", words)
-    assert (
-        common.command_line()
-        == "python -m benchmarks.peers hf --engine llamacpp=python --weight-bytes 0.6 d/e"
+    assert common.command_line() == (
+        "python -m benchmarks.peers hf --engine llamacpp=python --engine moeserve-gguf=python "
+        "--weight-bytes 0.6 d/e"
     )
 
 

@@ -24,6 +24,7 @@ from benchmarks.peers import (
     row_of,
     table,
 )
+from benchmarks.peers_engine import Row, greedy
 from benchmarks.peers_floor import Case, Rates, compiled_machine, floor_tokens_per_s
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import MoE
@@ -120,7 +121,17 @@ def test_latents_are_read_once_for_all_heads_and_expanded_in_a_prefill() -> None
 
 def test_a_state_is_read_once_however_long_the_context() -> None:
     """In fp32, and with the inputs of the convolution before its border."""
-    spec = spec_of(GatedDelta(num_k_heads=2, num_v_heads=4, k_dim=3, v_dim=5, conv=4, by_head=True))
+    spec = spec_of(
+        GatedDelta(
+            num_k_heads=2,
+            num_v_heads=4,
+            k_dim=3,
+            v_dim=5,
+            conv=4,
+            inputs_by_head=True,
+            gates_by_head=True,
+        )
+    )
     weights = 10 * (2 * 6 + 2 * 20) + 10 * 2 * 4 + 10 * 20 + 40 + 90 + 1000
     for prompt in (7, 700):
         decode = floor_tokens_per_s(spec, Case("x", 1, prompt, 3), Rates(1.0, 1e9))
@@ -234,3 +245,46 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     ]  # fmt: skip
     assert run(whole) == []
     assert [x["case"] for x in run([], until_s=0.0)] == [START, START]
+
+
+def test_every_sequence_of_a_peer_decodes_its_own_tokens() -> None:
+    """A batch of equal tokens would choose the same experts, and look like a batch of one."""
+    seen: list[list[Row]] = []
+    cleared = []
+
+    def forward(rows: list[Row]) -> list[int]:
+        seen.append(rows)
+        return [token + 1 for token, _, _, is_wanted in rows if is_wanted]
+
+    run = greedy(forward, lambda: cleared.append(len(seen)))
+    assert run([[5, 6], [7, 9]], 3) == [[7, 8, 9], [10, 11, 12]]
+    assert seen == [
+        [(5, 0, 0, False), (6, 1, 0, True)],
+        [(7, 0, 1, False), (9, 1, 1, True)],
+        [(7, 2, 0, True), (10, 2, 1, True)],
+        [(8, 3, 0, True), (11, 3, 1, True)],
+    ]
+    run([[1]], 1)
+    assert cleared == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--engine", "ik_llama=ik"], "needs --gguf"),
+        (["--engine", "ik_llama=ik", "--gguf", "x"], "no build/**/libllama.so in ik"),
+        (["--engine", "ik"], "no engine 'ik': there are moeserve"),
+    ],
+)
+def test_unusable_engines_are_refused_before_anything_starts(
+    words: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["peers", "hf", *words])
+    with pytest.raises(SystemExit):
+        peers.arguments()
+    assert expected in capsys.readouterr().err

@@ -43,7 +43,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     },
     "deepseek-ai/DeepSeek-V3.2 --tokenizer-mode deepseek_v32 --tensor-parallel-size 8"
     " --tool-call-parser deepseek_v32 --enable-auto-tool-choice --reasoning-parser deepseek_v3"
-    " --kv-cache-dtype bfloat16": {"tp": 8, "kv_cache_dtype": "auto"},
+    " --kv-cache-dtype bfloat16": {"tp": 8, "kv_cache_dtype": "float"},
     "deepseek-ai/DeepSeek-R1 --data-parallel-size 8 --enable-expert-parallel --async-scheduling"
     " --all2all-backend deepep_low_latency --enable-eplb --enable-dbo"
     ' --eplb-config \'{"window_size":1000,"step_interval":3000,"num_redundant_experts":32}\''
@@ -184,7 +184,6 @@ REFUSED = {
         "--max-total-tokens"
     ],
     "-hf unsloth/Qwen3-30B-A3B-GGUF:Q4_K_XL --jinja --temp 0.6 --min-p 0.0 -ot exps=CPU": [
-        "-hf",
         "--temp",
         "--min-p",
         "-ot",

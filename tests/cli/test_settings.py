@@ -164,7 +164,7 @@ def test_a_mistyped_variable_is_noticed() -> None:
         ("model:\n  served_model_name: 7\n", ["served_model_name", "in quotes"]),
         (
             "model:\n  lossless_compression: off\n",
-            ["expected one of off, experts, all (in quotes", "got False"],
+            ["expected one of auto, off, experts, all (in quotes", "got False"],
         ),
     ],
 )

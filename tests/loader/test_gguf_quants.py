@@ -15,7 +15,9 @@ from torch import Tensor
 from moeserve.config import Activations
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
-from moeserve.loader.gguf_quants import dense, fill, read_blocks
+from moeserve.loader.gguf_file import TYPES
+from moeserve.loader.gguf_native import decodes, fits
+from moeserve.loader.gguf_quants import decode, decode_into, dense, fill, read_blocks, read_raw
 from moeserve.loader.load_plan import Index, Param, Piece
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import StoredWeight
@@ -71,6 +73,85 @@ def test_weights_have_the_same_bits(kind: str, take: Index) -> None:
     # Zeros may have another sign.
     bits = (got.numpy() + 0.0).view(np.int32)
     assert np.array_equal(bits, (expected + np.float32(0)).view(np.int32))
+
+
+REFERENCE_ONLY = ("NVFP4", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0")  # types without a native decoder
+NATIVE = [kind for kind in GGML_FORMATS if kind not in REFERENCE_ONLY]
+
+
+def same_bits(ours: Tensor | None, reference: Tensor | None) -> bool:
+    if ours is None or reference is None:
+        return ours is reference
+    return (
+        ours.dtype == reference.dtype
+        and ours.shape == reference.shape
+        and np.array_equal(
+            ours.contiguous().view(torch.uint8), reference.contiguous().view(torch.uint8)
+        )
+    )
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native extension")
+def test_the_types_that_files_have_most_are_decoded_natively() -> None:
+    assert [kind for kind in GGML_FORMATS if decodes(kind)] == NATIVE
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native extension")
+@pytest.mark.parametrize("kind", NATIVE)
+@pytest.mark.parametrize("take", [(), (slice(3, 40, 2),), (5,), (slice(0, 0),)])
+def test_native_blocks_have_the_bits_of_the_reference(kind: str, take: Index) -> None:
+    """Signs of zeros, too."""
+    tensor, read = rows_of(kind, hostile(kind))
+    raw = read_raw(tensor, take, read)
+    ours = decode(tensor, raw)
+    reference = decode(tensor, raw, use_native=False)
+    assert same_bits(ours.values, reference.values)
+    assert same_bits(ours.scales, reference.scales)
+    assert same_bits(ours.mins, reference.mins)
+    assert all(map(same_bits, ours.supers, reference.supers))
+    assert (len(ours.supers), ours.codes) == (len(reference.supers), reference.codes)
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native extension")
+@pytest.mark.parametrize("kind", GGML_FORMATS)
+@pytest.mark.parametrize("activations", ["auto", "float"])
+@pytest.mark.parametrize("others", [(), ("Q6_K",), ("Q4_1", "IQ4_NL")])
+@pytest.mark.parametrize(
+    ("index", "take"),
+    [
+        ((1,), ()),  # an expert
+        ((2, slice(7, 38)), (slice(9, 40),)),  # some rows of an expert
+        ((slice(0, 1), 5), (slice(5, 6),)),  # one row
+    ],
+)
+def test_parameters_have_the_bits_of_the_reference(
+    kind: str, activations: Activations, others: tuple[str, ...], index: Index, take: Index
+) -> None:
+    """Parts of a parameter of three experts, and not a byte beside the part."""
+    type_bytes = {tensor_type.name: tensor_type for tensor_type in TYPES.values()}[kind]
+    num_bytes = 512 // type_bytes.block_size * type_bytes.block_bytes
+    bits = np.random.default_rng(3).integers(0, 60, (64, num_bytes), dtype=np.uint8)
+    tensor = TensorInfo("w", Path("w.gguf"), kind, (64, 512), 0, bits.nbytes)
+    raw = read_raw(tensor, take, lambda _, rows: torch.from_numpy(bits)[rows].contiguous())
+    stored = {name: StoredWeight(GGML_FORMATS[name], tensor, tensor) for name in (kind, *others)}
+    pieces = [Piece(name, (3, 64, 512), "w13") for name in stored]
+    checkpoint = Checkpoint(Path("w.gguf"), {}, stored, activations)
+    ours, reference = (
+        empty_weight(
+            checkpoint, Param("w13", (3, 64, 512)), pieces, torch.float32, torch.device("cpu")
+        )
+        for _ in range(2)
+    )
+    if isinstance(ours, Tensor):
+        pytest.skip("widened, as no kernel keeps it quantized")
+    assert isinstance(reference, Quantized)
+    for part in (*ours.parts, *reference.parts):
+        part.fill_(7)
+    if not others:
+        assert fits(kind, ours[1]) is (ours.kind == GGML_FORMATS[kind].kind)
+    decode_into(tensor, raw, ours[index])
+    fill(decode(tensor, raw, use_native=False), reference[index])
+    assert all(map(same_bits, ours.parts, reference.parts))
 
 
 @pytest.mark.parametrize(
@@ -164,6 +245,18 @@ def test_scales_at_the_ends_of_fp16_are_packed_as_they_are(kind: str) -> None:
     for k in range(0, len(eye), 11):
         y_N = linear(eye[k : k + 1])[0] / 127
         assert ((y_N - w_NK[:, k]).abs() <= bound_NK[:, k]).all()
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native kernels")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_outputs", [4, 16, 21, 48])
+def test_outputs_do_not_depend_on_the_outputs_beside_them(kind: str, num_outputs: int) -> None:
+    """Four outputs are packed at a time, and those left over one by one."""
+    into, _ = parameter(kind, "auto")
+    x_MK = torch.randn(3, 512, generator=torch.Generator().manual_seed(1))
+    together = NativeLinear(into[:num_outputs])(x_MK)
+    alone = [NativeLinear(into[n : n + 1])(x_MK) for n in range(num_outputs)]
+    assert torch.equal(together, torch.cat(alone, 1))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "NVFP4"])

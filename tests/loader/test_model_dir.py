@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.loader.files import model_file
+from moeserve.loader.model_dir import NotCached, resolve_model_dir
 from moeserve.models.hf_config import read_model_spec
 from tests.loader.conftest import WriteConfig
 
@@ -100,13 +101,34 @@ def test_a_folder_or_a_file_of_a_hub_copy(cache: Path) -> None:
     assert resolve_model_dir("org/name/Q4") == parts[0]
     assert resolve_model_dir("org/name/Q4/x-00002-of-00002.gguf") == parts[0]
     assert resolve_model_dir("org/name/Q8/x.gguf") == other
-    with pytest.raises(
-        CheckpointError, match=r"in subdirectories; pass one of org/name/Q4, org/name/Q8$"
-    ):
-        resolve_model_dir("org/name")
-    for name in ("org/name/Q5", "org/name/../name", "org/name/Q4/y.gguf"):
+    assert resolve_model_dir("org/name:Q4") == parts[0]
+    assert resolve_model_dir("org/name@main:q8") == other
+    assert resolve_model_dir("https://huggingface.co/org/name/tree/main/Q4") == parts[0]
+    assert resolve_model_dir("org/name/Q8@aaa") == other
+    parts[1].unlink()
+    assert resolve_model_dir("org/name") == other  # the only complete model
+    with pytest.raises(NotCached):
+        resolve_model_dir("org/name:Q4")
+    for name in ("org/name/Q5", "org/name/../name", "org/name/Q4/y.gguf", "org/name:Q5_K_M"):
         with pytest.raises(CheckpointError, match="there is no directory"):
             resolve_model_dir(name)
+
+
+def test_contents_that_several_repositories_share(cache: Path) -> None:
+    """huggingface_hub 2 keeps them beside the repositories, and links to them in blobs."""
+    path = snapshot(cache, "aaa", weights=False)
+    (path / "config.json").unlink()
+    blob = gguf(path / "x-Q8_0.gguf", path.parents[1] / "blobs").resolve()
+    shared = cache / "blobs" / "ab" / ("ab" * 32)
+    shared.parent.mkdir(parents=True)
+    blob.rename(shared)
+    blob.symlink_to(os.path.relpath(shared, blob.parent))
+    found = resolve_model_dir("org/name")
+    assert model_file(found.parent, found.name).read_bytes()[:4] == b"GGUF"
+    blob.unlink()
+    blob.symlink_to("/etc/passwd")
+    with pytest.raises(CheckpointError, match="outside of the model's directory"):
+        model_file(found.parent, found.name)
 
 
 def test_several_models_in_one_hub_copy_are_named(cache: Path) -> None:
@@ -151,11 +173,13 @@ def test_without_a_home_the_cache_must_be_named(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(("complete"), [False, None])
-def test_a_model_that_is_not_here_is_never_downloaded(complete: bool | None, cache: Path) -> None:
+def test_a_model_that_is_not_here_is_not_downloaded_by_engines(
+    complete: bool | None, cache: Path
+) -> None:
     if complete is False:
         snapshot(cache, "aaa", weights=False)
     with pytest.raises(
-        CheckpointError, match=r"downloads nothing: run `hf download org/name` first"
+        CheckpointError, match=r"no complete copy .*; run `moeserve pull org/name` first"
     ):
         resolve_model_dir("org/name")
 

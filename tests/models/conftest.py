@@ -167,7 +167,7 @@ class Driver:
         with torch.inference_mode():
             hidden = self.hidden_TD = self.model.forward(step, self.kv, self.ubatch)
             logits = self.model.logits(hidden)
-        return list(logits.split(counts))
+        return list(torch.split(logits, counts))
 
     def drop(self, key: Any) -> None:
         self.free = self.tables.pop(key) + self.free

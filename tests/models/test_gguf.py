@@ -13,11 +13,16 @@ from moeserve.comm.world import World
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.gguf_architectures import ARCHITECTURES
+from moeserve.loader.gguf_config import _end_ids
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
+from moeserve.models.mtp import mtp_load_plan, with_mtp
 from moeserve.ops.native import native
+from tests.families import FULL, SLIDING
+from tests.gguf_families import windows
 from tests.gguf_files import F32, FAMILIES, KINDS, OPTIONS, as_f32, matrices, write_gguf
 from tests.loader.eager import load
+from tests.mtp import write_mtp_checkpoint
 
 from .conftest import Driver
 
@@ -32,7 +37,8 @@ def test_every_architecture_is_tested() -> None:
     assert set(FAMILIES.values()) == set(ARCHITECTURES)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# Files of Qwen3.5 have columns in another order: test_gguf_recurrent.py.
+@pytest.mark.parametrize("name", [name for name, arch in FAMILIES.items() if arch != "qwen35moe"])
 def test_a_family_is_what_its_safetensors_are(
     name: str, make_checkpoint: Any, tmp_path: Path
 ) -> None:
@@ -44,7 +50,20 @@ def test_a_family_is_what_its_safetensors_are(
     assert got.spec.dtype == expected.spec.dtype == "float32"
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral",
+        "deepseek_v3",
+        "gpt_oss",
+        "gemma4_text",
+        "mimo_v2_flash",
+        "afmoe",
+        "mistral3",
+        "bailing_moe",
+        "glm_moe_dsa",
+    ],
+)
 def test_ranks_read_their_share(name: str, make_checkpoint: Any, tmp_path: Path) -> None:
     path = make_checkpoint(name, **OPTIONS.get(name, {})).path
     file = write_gguf(name, path, tmp_path / "model.gguf")
@@ -216,8 +235,10 @@ def test_a_router_s_bias_tells_a_sigmoid(name: str, make_checkpoint: Any, tmp_pa
         assert torch.equal(Driver(file).prefill("a", PROMPT, 31), expected)
 
 
-def test_rope_freqs_are_llama_3_1_s(make_checkpoint: Any, tmp_path: Path) -> None:
-    rope = {
+@pytest.mark.parametrize("name", ["llama", "llama4_text", "step3p5"])
+def test_rope_freqs_are_llama_3_1_s(name: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    """The converter rounds the factors to fp32."""
+    rope: dict[str, Any] = {
         "rope_type": "llama3",
         "rope_theta": 1e4,
         "factor": 8.0,
@@ -225,11 +246,17 @@ def test_rope_freqs_are_llama_3_1_s(make_checkpoint: Any, tmp_path: Path) -> Non
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    path = make_checkpoint("llama", rope_parameters=rope).path
-    file = write_gguf("llama", path, tmp_path / "model.gguf")
+    plain_rope = {"rope_type": "default", "rope_theta": 1e4}
+    both = [rope, plain_rope]
+    if name == "step3p5":
+        sliding = {**plain_rope, "partial_rotary_factor": 1.0}
+        both = [{FULL: {**full, "partial_rotary_factor": 0.5}, SLIDING: sliding} for full in both]
+    options, plain_options = ({**OPTIONS.get(name, {}), "rope_parameters": one} for one in both)
+    path = make_checkpoint(name, **options).path
+    file = write_gguf(name, path, tmp_path / "model.gguf")
     ours, theirs = (Driver(one).prefill("a", PROMPT, 31) for one in (file, path))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    plain = make_checkpoint("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    plain = make_checkpoint(name, **plain_options)
     other = Driver(plain.path).prefill("a", PROMPT, 31)
     assert (other - theirs).abs().max() > 1e-2
 
@@ -273,8 +300,181 @@ def test_keys_that_may_be_absent_mean_what_llama_cpp_takes(
     assert (granite.embedding_scale, granite.residual_scale) == (1.0, 1.0)
     mixer = spec_of("qwen3_moe", **{"attention.head_count_kv": None}).layers[0].mixer
     assert mixer.num_kv_heads == mixer.num_heads
+    olmoe = spec_of("olmoe", **{"attention.clamp_kqv": 2.0})  # llama.cpp's converter omits it
+    assert olmoe.layers[0].mixer.clip == 2.0
     rope = spec_of("qwen3_moe", **{"rope.scaling.factor": 4.0}).layers[0].mixer.rope
     assert (rope.kind, rope.factor) == ("linear", 4.0)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "gemma4_text", "cohere2_moe"])
+def test_gates_and_ups_of_experts_may_be_one_tensor(
+    name: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    path = make_checkpoint(name, **OPTIONS.get(name, {})).path
+    file = write_gguf(name, path, tmp_path / "model.gguf", fused=True)
+    assert "blk.2.ffn_up_exps.weight" not in {
+        tensor.name for tensor in gguf.GGUFReader(file).tensors
+    }
+    for rank in range(2):
+        split = write_gguf(name, path, tmp_path / f"{rank}.gguf")
+        ours, theirs = (params_of(one, World(rank, 2, tp_size=2)) for one in (file, split))
+        assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+    assert torch.equal(*(Driver(one).prefill("a", PROMPT, 31) for one in (file, path)))
+
+
+@pytest.mark.skipif(module is None or not module.serving_isa(), reason="needs the native kernels")
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma4_text", "step3p5", "mimo_v2_flash"])
+def test_wide_quantized_families(
+    name: str, kind: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    """Rows of whole blocks of 256, and gates and ups in one tensor."""
+    heads = {
+        "gemma4_text": {"global_head_dim": 128},
+        "step3p5": {"share_expert_dim": 256},
+        "mimo_v2_flash": {"head_dim": 24},
+    }
+    sizes = {**WIDE, **OPTIONS.get(name, {}), **heads.get(name, {})}
+    path = make_checkpoint(name, **sizes).path
+    options: dict[str, Any] = {"choose": matrices(kind), "fused": True}
+    file = write_gguf(name, path, tmp_path / "model.gguf", **options)
+    meaning = write_gguf(name, path, tmp_path / "meaning.gguf", meaning=True, **options)
+    got = Driver(file, activations="float")
+    assert {form.ggml for form in got.spec.stored} == {kind}
+    ours, theirs = (driver.prefill("a", PROMPT, 31) for driver in (got, Driver(meaning)))
+    assert ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max() <= 2e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "says"),
+    [
+        (
+            "gemma4_text",
+            {"attention.sliding_window_pattern": [True, True]},
+            r"pattern is \[True, True\]; it must have a value for each of 3 layers",
+        ),
+        (
+            "gemma4_text",
+            {"attention.sliding_window_pattern": [1, 2, 0]},
+            "it must be a list of true and false",
+        ),
+        (
+            "gemma4_text",
+            {"attention.sliding_window_pattern": [True, True, True]},
+            "at least one layer must have full attention",
+        ),
+        ("gemma4_text", {"attention.head_count_kv": [2, 2]}, "it must have a value for each of 3"),
+        (
+            "gemma4_text",
+            {"attention.head_count_kv": [2, 1, 1]},
+            "it must be the same for all layers with sliding_attention",
+        ),
+        (
+            "gemma4_text",
+            {"rope.dimension_count_swa": 8},
+            "rope.dimension_count_swa is 8; supported",
+        ),
+        ("gemma4_text", {"attention.key_length_swa": None}, "'attention.key_length_swa' of its"),
+        (
+            "gemma4_text",
+            {"attention.key_length": 64, "attention.value_length": 64, "rope.dimension_count": 64},
+            r"rope_freqs.weight is .*must have 32 numbers",
+        ),
+        (
+            "gemma4_text",
+            {"embedding_length_per_layer_input": 256},
+            "hidden_size_per_layer_input is 256; only 0 is supported",
+        ),
+        ("gemma4_text", {"attention.shared_kv_layers": 1}, "num_kv_shared_layers is 1"),
+        ("llama4_text", {"attention.sliding_window": 0}, "without chunked attention"),
+        ("llama4_text", {"expert_gating_func": 1}, "expert_gating_func is 1"),
+        ("phimoe", {"rope.scaling.attn_factor": None}, "rope.scaling.attn_factor is missing"),
+        ("phimoe", {"rope.dimension_count": 8}, "partial_rotary_factor is 0.5"),
+        ("mimo_v2_flash", {"attention.head_count_kv": 1}, "swa_num_key_value_heads is 1"),
+        (
+            "mimo_v2_flash",
+            {"attention.sliding_window_pattern": [1] * 6, "attention.head_count_kv": 2},
+            "at least one layer must have full_attention",
+        ),
+        ("mimo_v2_flash", {"rope.dimension_count": None}, "'rope.dimension_count' of its"),
+        ("step3p5", {"swiglu_clamp_exp": [0.5] * 3}, "swiglu_clamp_exp is .*each of 4 layers"),
+        ("step3p5", {"expert_weights_norm": False}, "expert_weights_norm is False; only True"),
+        (
+            "step3p5",
+            {"attention.head_count": [4, 6, 8, 6, 6]},
+            "it must be the same for all layers",
+        ),
+        ("step3p5", {"attention.head_count_kv": [2, 1, 1, 1, 1]}, "the same for all layers"),
+        ("step3p5", {"rope.dimension_count": "all"}, "rope.dimension_count is 'all'"),
+        ("step3p5", {"rope.dimension_count_swa": "all"}, "rope.dimension_count_swa is 'all'"),
+        ("afmoe", {"rope.dimension_count": "all"}, "rope.dimension_count is 'all'"),
+        ("step3p5", {"attention.head_count": "four"}, "attention.head_count is 'four'"),
+        ("afmoe", {"expert_weights_norm": None}, "'expert_weights_norm' of its .* is missing"),
+        ("exaone_moe", {"expert_shared_feed_forward_length": 80}, "length is 80; only 48"),
+        ("cohere2_moe", {"expert_gating_func": 1}, "expert_gating_func is 1"),
+        ("cohere2_moe", {"attention.layer_norm_epsilon": None}, "'attention.layer_norm_epsilon'"),
+        ("mellum", {"attention.sliding_window_pattern": 0}, "is 0; it must be an integer from 1"),
+    ],
+)
+def test_layers_that_differ_are_told_in_full(
+    name: str, metadata: dict[str, Any], says: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    path = make_checkpoint(name, **OPTIONS.get(name, {})).path
+    file = write_gguf(name, path, tmp_path / "m.gguf", **metadata)
+    with pytest.raises(CheckpointError, match=says):
+        params_of(file, World())
+
+
+@pytest.mark.parametrize("name", windows.GROUP.architectures)
+def test_layers_are_those_of_the_checkpoint(
+    name: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    """Also where a short prompt would not tell: windows, chunks and the growth of queries."""
+    path = make_checkpoint(name, **OPTIONS.get(name, {})).path
+    file = write_gguf(name, path, tmp_path / "model.gguf")
+    assert read_model_spec(file).layers == read_model_spec(path).layers
+
+
+def test_mimo_s_head_for_drafts_is_the_checkpoint_s(tmp_path: Path) -> None:
+    """The file counts three MTP layers, and the checkpoint has one."""
+    path = write_mtp_checkpoint("mimo_v2_flash", tmp_path / "checkpoint").path
+    file = write_gguf("mimo_v2_flash", path, tmp_path / "model.gguf")
+    heads = []
+    for model in (file, path):
+        spec = with_mtp(read_model_spec(model))
+        checkpoint = open_checkpoint(model, spec.stored)
+        plan = mtp_load_plan(spec, checkpoint.names, World())
+        heads.append((spec.draft_layers, load(checkpoint, plan, torch.float32)))
+    (ours, our_params), (theirs, their_params) = heads
+    assert ours == theirs
+    assert our_params.keys() == their_params.keys()
+    assert all(torch.equal(our_params[key], value) for key, value in their_params.items())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["<eos>", "a", "<turn|>", "<|tool_response>", "</s>"], {0, 2, 3}),  # Gemma 4
+        (["<|endoftext|>", "<|end|>", "a"], {0, 1}),  # Phi-3.5-MoE
+        (["<|return|>", "<|call|>", "<|end|>"], {0, 1}),  # gpt-oss: its eos, and a call
+        (["<|endoftext|>", "<|flush|>", "<|calls|>", "<|end|>"], {0, 1, 2}),  # Solar Open
+    ],
+)
+def test_tokens_that_end_an_answer_are_llama_cpp_s(tokens: list[str], ends: set[int]) -> None:
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 0}
+    assert set(_end_ids(metadata)) == ends
+
+
+def test_windows_may_follow_a_period(make_checkpoint: Any, tmp_path: Path) -> None:
+    """Where the file has a number instead of a list, or neither."""
+    path = make_checkpoint("afmoe", **OPTIONS["afmoe"]).path
+    for i, (pattern, full) in enumerate([(None, [3]), (2, [1, 3]), ([False, True] * 2, [0, 2])]):
+        options: dict[str, Any] = {"attention.sliding_window_pattern": pattern}
+        layers = read_model_spec(
+            write_gguf("afmoe", path, tmp_path / f"{i}.gguf", **options)
+        ).layers
+        found = [i for i, layer in enumerate(layers) if layer.mixer.rule.window is None]
+        assert found == full
 
 
 def test_other_architectures_are_refused_with_the_known_ones(tmp_path: Path) -> None:

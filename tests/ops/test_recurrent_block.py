@@ -36,7 +36,13 @@ WIDTH = 24
 SIZE = 32
 KINDS: dict[str, GatedDelta | Mamba2] = {
     "gated delta": GatedDelta(
-        num_k_heads=2, num_v_heads=4, k_dim=19, v_dim=40, conv=4, by_head=False
+        num_k_heads=2,
+        num_v_heads=4,
+        k_dim=19,
+        v_dim=40,
+        conv=4,
+        inputs_by_head=False,
+        gates_by_head=False,
     ),
     "one group": Mamba2(
         num_heads=3, num_groups=1, state_dim=24, head_dim=17, conv=4, time_limit=(0.0, float("inf"))

@@ -191,7 +191,15 @@ def serve_tiles(driver: Driver) -> list[Request]:
 @pytest.mark.parametrize(
     "mixer",
     [
-        GatedDelta(num_k_heads=1, num_v_heads=2, k_dim=8, v_dim=8, conv=4, by_head=True),
+        GatedDelta(
+            num_k_heads=1,
+            num_v_heads=2,
+            k_dim=8,
+            v_dim=8,
+            conv=4,
+            inputs_by_head=True,
+            gates_by_head=True,
+        ),
         Mamba1(channels=20, state=4, rank=3, conv=4),
         SELECTS,
     ],

@@ -14,7 +14,7 @@ from moeserve.config import Limits, config_of
 from moeserve.engine.blocks import KVGroup, groups_of
 from moeserve.engine.kv_rule import KVRule
 from moeserve.errors import ConfigError, DoesNotFit
-from moeserve.runner.cpu import host_memory
+from moeserve.runner.host_memory import host_memory
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.kv_transport import page_locked
 from moeserve.runner.limits import (
@@ -77,6 +77,9 @@ def test_ranks_of_one_host_share_its_memory() -> None:
 
 def test_weights_that_cannot_fit_are_refused_before_loading() -> None:
     check_weights_fit(100, MemoryFacts(200, 0, 100))
+    check_weights_fit(90, MemoryFacts(200, 0, 100), while_loading=10)
+    with pytest.raises(DoesNotFit, match=r"take 0.00 MiB and 0.00 MiB more until they are loaded"):
+        check_weights_fit(90, MemoryFacts(200, 0, 100), while_loading=11)
     with pytest.raises(
         DoesNotFit, match=r"this process loads take 2.00 MiB, but only 1.00 MiB of memory are free"
     ):
@@ -122,6 +125,29 @@ def test_kv_bytes_that_were_asked_for_are_taken_or_refused() -> None:
     assert plan(50_000, 64, kv_cache_bytes=30_999)[0].num_blocks == 30
     with pytest.raises(DoesNotFit, match="at most 50000"):
         plan(50_000, 64, kv_cache_bytes=50_001)
+
+
+def test_what_a_context_needs_beside_its_blocks_is_subtracted() -> None:
+    """A block of 16 tokens has 1,000 bytes, and a token 1,000 more."""
+
+    def longest(budget: int, **settings: Any) -> int:
+        asked = with_step_tokens(config_of(None, max_num_seqs=1, watermark=0.0, **settings), 256)
+        spec = spec_of(max_position=4096)
+        limits, _ = resolve(
+            asked, spec, FULL, 1000, budget, fill=False, beside=lambda tokens: 1000 * tokens
+        )
+        assert 1000 * (limits.num_blocks + limits.max_model_len) <= budget
+        return limits.max_model_len
+
+    assert longest(10_000_000) == 4096
+    assert longest(101_000) == 94  # six blocks, the null block, and 94 tokens
+    assert longest(110_000) == 102
+    assert longest(101_000, max_model_len=94) == 94
+    with pytest.raises(DoesNotFit, match="max_model_len=94 would fit"):
+        longest(101_000, max_model_len=95)
+    assert longest(101_000, kv_cache_bytes=21_000) == 80
+    with pytest.raises(DoesNotFit, match="at most 100000"):
+        longest(101_000, kv_cache_bytes=100_001)
 
 
 @pytest.mark.parametrize("watermark", [0.0, 0.01, 0.5])
@@ -188,6 +214,31 @@ def test_the_smallest_control_group_limit_counts(tmp_path: Path) -> None:
     assert (facts.limit, facts.free) == (2 * GIB, GIB)
     write_cgroup(tmp_path, "a", memory__stat=f"inactive_file {GIB // 4}\nactive_file {GIB // 4}\n")
     assert host_memory(tmp_path, tmp_path / "membership").free == GIB + GIB // 2
+
+
+def test_the_limit_that_slows_a_group_down_counts_like_the_one_that_kills(tmp_path: Path) -> None:
+    write_cgroup(
+        tmp_path,
+        "pod/container",
+        memory__max=f"{4 * GIB}\n",
+        memory__high=f"{3 * GIB}\n",
+        memory__current=f"{GIB}\n",
+        memory__stat="",
+    )
+    (tmp_path / "membership").write_text("0::/pod/container\n")
+    facts = host_memory(tmp_path, tmp_path / "membership")
+    assert (facts.limit, facts.free) == (3 * GIB, 2 * GIB)
+    # The pod has another container, and less memory left.
+    write_cgroup(
+        tmp_path,
+        "pod",
+        memory__max="max\n",
+        memory__high=f"{2 * GIB}\n",
+        memory__current=f"{2 * GIB - 5}\n",
+        memory__stat="",
+    )
+    facts = host_memory(tmp_path, tmp_path / "membership")
+    assert (facts.limit, facts.free) == (2 * GIB, 5)
 
 
 def test_control_groups_version_1_are_read_too(tmp_path: Path) -> None:

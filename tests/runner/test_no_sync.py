@@ -43,7 +43,15 @@ MANY_WAYS = (
 )
 
 STATES: list[Mixer] = [
-    GatedDelta(num_k_heads=1, num_v_heads=2, k_dim=8, v_dim=8, conv=4, by_head=True),
+    GatedDelta(
+        num_k_heads=1,
+        num_v_heads=2,
+        k_dim=8,
+        v_dim=8,
+        conv=4,
+        inputs_by_head=True,
+        gates_by_head=True,
+    ),
     KimiDelta(num_heads=1, head_dim=8, conv=4),
     Mamba1(channels=20, state=4, rank=3, conv=4),
     Mamba2(num_heads=2, num_groups=1, state_dim=8, head_dim=8, conv=4, time_limit=(0.1, 9.0)),

@@ -31,7 +31,15 @@ def config(**settings: Any) -> Config:
 def recurrent(*layers: bool) -> ModelSpec:
     """A model whose layer i is a gated delta net if layers[i]."""
     spec = spec_of(num_layers=len(layers))
-    mixer = GatedDelta(num_k_heads=2, num_v_heads=4, k_dim=4, v_dim=8, conv=4, by_head=True)
+    mixer = GatedDelta(
+        num_k_heads=2,
+        num_v_heads=4,
+        k_dim=4,
+        v_dim=8,
+        conv=4,
+        inputs_by_head=True,
+        gates_by_head=True,
+    )
     both = zip(spec.layers, layers, strict=True)
     return replace(
         spec,

@@ -61,7 +61,10 @@ class Server:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def start(self) -> asyncio.Task[int]:
-        return asyncio.create_task(run(self.context, self.sock, self.open_it))
+        return asyncio.create_task(run(self.context, self.sock, self.fetch))
+
+    async def fetch(self):
+        return self.open_it
 
 
 @pytest.fixture

@@ -47,6 +47,7 @@ TEXTS = [
 NORMAL = 1
 UNKNOWN = 2
 CONTROL = 3
+USER_DEFINED = 4
 UNUSED = 5
 BYTE = 6
 
@@ -127,6 +128,9 @@ def test_every_way_to_split_keeps_the_text(pre: str, tmp_path: Path) -> None:
         ("gpt-2", "a1234's  b", ["a", "1234", "'s", "Ġ", "Ġb"]),
         ("refact", "a1234's  b", ["a", "1", "2", "3", "4", "'s", "Ġ", "Ġb"]),
         ("qwen2", "a1234'S\n\n  b", ["a", "1", "2", "3", "4", "'S", "ĊĊ", "Ġ", "Ġb"]),
+        # A vowel sign of Devanagari is a mark.
+        ("qwen35", "का12'S (\n", ["à¤ķà¤¾", "1", "2", "'S", "Ġ(Ċ"]),
+        ("qwen2", "का", ["à¤ķ", "à¤¾"]),
         ("llama-bpe", "a1234'S(b/\n", ["a", "123", "4", "'S", "(b", "/Ċ"]),
         ("gpt-4o", "HelloWORLD's 1234/\n/", ["Hello", "WORLD's", "Ġ", "123", "4", "/Ċ/"]),
         ("tekken", "HelloWORLD 12", ["Hello", "WORLD", "Ġ", "1", "2"]),
@@ -134,6 +138,16 @@ def test_every_way_to_split_keeps_the_text(pre: str, tmp_path: Path) -> None:
         ("deepseek-llm", "ab é1234 $x,y\n", ["ab", "ĠÃ©", "1234", "Ġ$", "x", ",", "y", "Ċ"]),
         ("deepseek-coder", "ab1234 x,y\n", ["ab", "1", "2", "3", "4", "Ġx", ",", "y", "Ċ"]),
         ("seed-coder", "ab12 (\n", ["ab", "1", "2", "Ġ(", "Ċ"]),
+        ("afmoe", "ab12345 $x,y漢字\n", ["ab", "12", "345", "Ġ$", "x", ",y", "æ¼¢åŃĹ", "Ċ"]),
+        ("afmoe", "1234567 ๓๔", ["1", "234", "567", "Ġ", "à¹ĵà¹Ķ"]),
+        (
+            "cohere2moe",
+            "1234567's HelloW 1234a",
+            ["1", "234", "567", "'s", "ĠHello", "W", "Ġ", "123", "4", "a"],
+        ),
+        ("exaone-moe", "ab cd12 (/\n\n\n", ["abĠcd", "1", "2", "Ġ(/Ċ", "ĊĊ"]),
+        ("bailingmoe2", "a12'S\n\n  b", ["a", "1", "2", "'S", "ĊĊ", "Ġ", "Ġb"]),
+        ("solar-open", "a12'S\n\n  b", ["a", "1", "2", "'S", "ĊĊ", "Ġ", "Ġb"]),
         ("youtu", "HelloWORLD 12가", ["Hello", "WORLD", "Ġ", "1", "2", "ê°Ģ"]),
     ],
 )
@@ -220,6 +234,76 @@ def test_sentencepiece_joins_by_scores(prefix: bool, tmp_path: Path) -> None:
     assert backend.token_to_id("[UNUSED]") is None
 
 
+def gemma_4() -> dict[str, Any]:
+    """Tokens as in Gemma 4: some are made by merges, runs of newlines and <strong> by none."""
+    words = ["▁the", "▁fox", "the", "fox", "lantern", "▁▁", "▁▁▁"]
+    merges = []
+    for word in words:
+        for i in range(2, len(word) + 1):
+            if (merge := f"{word[: i - 1]} {word[i - 1]}") not in merges:
+                merges.append(merge)
+    made = dict.fromkeys(merge.replace(" ", "") for merge in merges)
+    letters = dict.fromkeys("▁\n<>/s" + "".join(words))
+    runs = ["\n" * i for i in range(2, 5)]
+    visible = ["<|channel>", "<|tool_response>"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *visible, "<turn|>"]
+    types = [CONTROL, CONTROL, CONTROL, CONTROL, USER_DEFINED, USER_DEFINED, CONTROL]
+    tokens += [f"<0x{byte:02X}>" for byte in range(256)]
+    types += [BYTE] * 256
+    normal = [*runs, *made, *(letter for letter in letters if letter not in made), "</s>"]
+    return {
+        "model": "gemma4",
+        "tokens": [*tokens, *normal],
+        "scores": [-1000.0] * (len(tokens) + len(normal)),
+        "token_type": [*types, *[NORMAL] * len(normal)],
+        "merges": merges,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "unknown_token_id": 3,
+        "add_space_prefix": False,
+        "add_bos_token": True,
+    }
+
+
+def plain_merges(values: dict[str, Any], text: str) -> list[int]:
+    """The rule itself: lines and runs of newlines; the pair that is first in the list joins."""
+    ids = {token: i for i, token in enumerate(values["tokens"])}
+    ranks = {tuple(merge.split(" ")): i for i, merge in enumerate(values["merges"])}
+    found = []
+    for word in re.findall(r"[^\n]+|\n+", text.replace(" ", "▁")):
+        parts = [word] if word.startswith("\n") and word in ids else list(word)
+        while pairs := [
+            (ranks[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in ranks
+        ]:
+            at = min(pairs)[1]
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        for part in parts:
+            bytes_of_it = [f"<0x{byte:02X}>" for byte in part.encode()]
+            found += [ids[token] for token in ([part] if part in ids else bytes_of_it)]
+    return found
+
+
+def test_gemma_4_merges_whole_texts(tmp_path: Path) -> None:
+    values = gemma_4()
+    backend = read_gguf_tokenizer(write(tmp_path / "x.gguf", values))
+    more = ["the fox  the   lantern", "the\n\nfox\n", "\n\n\n\n the", " foxfox é\n\n\n", "a</s>b"]
+    for text in [*TEXTS, *more]:
+        if "<|" in text or "▁" in text:
+            continue
+        ids = backend.encode(text, add_special_tokens=False).ids
+        assert ids == plain_merges(values, text), text
+        assert backend.decode(ids) == text
+        assert backend.encode(text).ids == [2, *ids]
+    ids = backend.encode("<|channel>the<turn|>", add_special_tokens=False).ids
+    assert [values["tokens"][i] for i in ids] == ["<|channel>", "the", "<turn|>"]
+    assert backend.decode(ids) == "<|channel>the"  # only the turn's end is no text
+
+
+def test_gemma_4_texts_begin_with_bos_as_in_llama_cpp(tmp_path: Path) -> None:
+    values = {**gemma_4(), "add_bos_token": False}
+    assert read_gguf_tokenizer(write(tmp_path / "x.gguf", values)).encode("fox").ids[0] == 2
+
+
 @pytest.mark.parametrize(
     ("more", "begin", "end"),
     [
@@ -250,7 +334,7 @@ def short(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; supported: gpt2, llama"),
+        ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; supported: gpt2, llama, gemma4"),
         ({}, "tokenizer.ggml.model is None"),
         (byte_level("unheard-of"), "tokenizer.ggml.pre is 'unheard-of'; supported: qwen2, "),
         ({"model": "gpt2", "pre": "gpt-2"}, "tokenizer.ggml.tokens is missing"),
@@ -262,6 +346,8 @@ def short(**changes: Any) -> dict[str, Any]:
         (short(merges=["ab"]), "no tokenizer: "),
         ({**sentencepiece(), "scores": [0.0]}, "tokenizer.ggml.scores has 1 entries"),
         ({**sentencepiece(), "token_type": None}, "tokenizer.ggml.token_type is missing"),
+        ({**gemma_4(), "merges": None}, "tokenizer.ggml.merges is missing"),
+        ({**gemma_4(), "merges": ["the"]}, "no tokenizer: "),
     ],
 )
 def test_what_is_no_tokenizer_is_refused(values: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -286,7 +372,7 @@ def test_tokens_without_text_and_ends_that_are_typed_as_text(tmp_path: Path) -> 
     assert backend.get_added_tokens_decoder()[end].special
 
 
-@pytest.mark.parametrize("pre", ["glm4", "chatglm-bpe"])
+@pytest.mark.parametrize("pre", ["dbrx", "chatglm-bpe"])
 def test_words_that_are_tokens_are_merged_from_their_parts(pre: str, tmp_path: Path) -> None:
     values = byte_level(pre)
     values["tokens"] = [*values["tokens"], "qzqz"]  # a token that no merge makes
@@ -294,8 +380,9 @@ def test_words_that_are_tokens_are_merged_from_their_parts(pre: str, tmp_path: P
     whole = len(values["tokens"]) - 1
     backend = read_gguf_tokenizer(write(tmp_path / "x.gguf", values))
     assert whole not in backend.encode("qzqz", add_special_tokens=False).ids
-    other = read_gguf_tokenizer(write(tmp_path / "y.gguf", values | {"pre": "llama-bpe"}))
-    assert other.encode("qzqz", add_special_tokens=False).ids == [whole]
+    for name in ("llama-bpe", "glm4"):
+        other = read_gguf_tokenizer(write(tmp_path / f"{name}.gguf", values | {"pre": name}))
+        assert other.encode("qzqz", add_special_tokens=False).ids == [whole]
 
 
 def test_the_letters_of_deepseek_v2_have_cases() -> None:

@@ -5,6 +5,7 @@ Every tensor-parallel rank loads the whole EAGLE-3 head or smaller model, in the
 and as stored in its files: `--quantization` does not apply to it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 
 import torch
 
+from moeserve.comm.world import World
 from moeserve.config import Config
 from moeserve.errors import CheckpointError, ConfigError
+from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.documents import read_json
 from moeserve.loader.fields import Fields
 from moeserve.loader.model_dir import resolve_model_dir
@@ -23,14 +26,17 @@ from moeserve.models.eagle3 import build_eagle3, plan_eagle3, read_eagle3, read_
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
 from moeserve.models.mtp import build_mtp, mtp_load_plan, with_mtp
-from moeserve.models.spec import ModelSpec
+from moeserve.models.spec import ModelSpec, model_size
 from moeserve.ops.quantized import QuantizeTo
+from moeserve.ops.table import Ops
 from moeserve.runner.limits import MemoryFacts
 from moeserve.runner.load import Shard, draft_params
 from moeserve.runner.speculation.base import Drafter
+from moeserve.runner.weight_sizes import weight_bytes
 from moeserve.speculation import SpeculationSpec
 
 TOKENIZER = "tokenizer.json"
+FLOATS = ("F32", "BF16", "F16")
 
 
 def with_drafter(spec: ModelSpec, model_dir: Path, speculation: SpeculationSpec) -> ModelSpec:
@@ -132,6 +138,33 @@ def load_drafter(
     ) as (params, ops):
         eagle_head = build_eagle3(eagle, params, ops, model.embed_VD, ids_d, longest)
     return Drafter(eagle_head, (), spec.draft_rules, takes_hidden=True, combine=eagle_head.combine)
+
+
+def drafter_bytes(
+    spec: ModelSpec,
+    speculation: SpeculationSpec,
+    target: Checkpoint,
+    ops: Ops,
+    config: Config,
+    quantize_to: QuantizeTo | None,
+) -> int:
+    """Return about the bytes of the draft model's weights. Arguments are as for `load_drafter`.
+
+    target: describes the weights of the served model.
+    """
+    if speculation.kind == "mtp":
+        plan = mtp_load_plan(spec, target.names, World())
+        return weight_bytes(target, plan, ops, quantize_to)
+    path = resolve_model_dir(speculation.path)
+    if config.model.load_format == "dummy":
+        draft = read_eagle3(path, spec).model if speculation.kind == "eagle" else None
+        return model_size(draft or read_model_spec(path)).total * ops.dtype.itemsize
+    return sum(
+        max(tensor.num_bytes, math.prod(tensor.shape) * ops.dtype.itemsize)
+        if tensor.dtype in FLOATS
+        else tensor.num_bytes
+        for tensor in open_checkpoint(path, ()).tensors.values()
+    )
 
 
 def _check_tokenizers(draft_dir: Path, model_dir: Path) -> None:

@@ -41,7 +41,7 @@ export class Feed extends EventTarget {
     try {
       const status = await (await fetch(new URL("readyz", document.baseURI), { cache: "no-store" })).json();
       const loading = ["loading", "lost"].includes(status.status) && status.percent < 100;
-      this.#become(status.status, loading ? `${status.phase} ${status.percent} %` : status.phase);
+      this.#become(status.status, loading ? `${status.phase} (${status.percent} %)` : status.phase);
     } catch {
       this.#become("unreachable", "the server cannot be reached; trying again");
       this.#push(null);
