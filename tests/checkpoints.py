@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ def write_checkpoint(name: str, path: Path, **overrides: Any) -> Checkpoint:
         options = {**options, "text_config": {**SMALL, **nested, **overrides}}
     else:
         options = {**SMALL, **options, **overrides}
-    config = getattr(transformers, class_name + "Config")(**options)
+    # transformers changes `rope_parameters`, which tests/families.py shares among families.
+    config = getattr(transformers, class_name + "Config")(**deepcopy(options))
     torch.manual_seed(sum(name.encode()))
     model = getattr(transformers, class_name.removesuffix("Text") + suffix)(config).eval()
     if name in LIGHTNING:

@@ -60,6 +60,10 @@ class Hub:
     damages: int = 0  # answers of the CDN whose first byte is wrong
     fails_with: list[int] = field(default_factory=list)  # statuses of the next answers of the CDN
     listed: Any = None  # a listing in place of the right one
+    next_page: str = ""  # the address of the listing's next page, relative or not
+    moved_to: str = ""  # the address to which the hub sends those who ask for a model
+    location: str = ""  # the address to which the hub sends for a file, in place of the CDN's
+    pages: list[bytes] = field(default_factory=list)  # web pages in place of the CDN's next answers
     released: threading.Event = field(default_factory=threading.Event)
     num_sent: int = 0  # bytes that the CDN has sent
 
@@ -72,6 +76,9 @@ class Hub:
         ]
 
     async def list_models(self, request: web.Request) -> web.Response:
+        if self.moved_to:
+            self._note("hub", request)
+            return web.Response(status=307, headers={"Location": self.moved_to})
         repo = self._repo(request)
         if isinstance(repo, web.Response):
             return repo
@@ -84,9 +91,11 @@ class Hub:
         repo = self._repo(request)
         if isinstance(repo, web.Response):
             return repo
+        headers = {"Link": f'<{self.next_page}>; rel="next"'} if self.next_page else {}
         if self.listed is not None:
-            return web.json_response(self.listed)
-        return web.json_response([_entry(path, data) for path, data in repo.files.items()])
+            return web.json_response(self.listed, headers=headers)
+        entries = [_entry(path, data) for path, data in repo.files.items()]
+        return web.json_response(entries, headers=headers)
 
     async def resolve(self, request: web.Request) -> web.StreamResponse:
         repo = self._repo(request)
@@ -104,6 +113,8 @@ class Hub:
             return web.Response(body=data, headers=headers)
         headers |= {"X-Linked-Size": str(len(data)), "X-Linked-Etag": f'"{digest}"'}
         headers["Location"] = f"{self.cdn_url}/{request.match_info['repo']}/{path}?sign=1"
+        if self.location:
+            headers["Location"] = self.location
         return web.Response(status=302, headers=headers)
 
     async def send(self, request: web.Request) -> web.StreamResponse:
@@ -111,6 +122,8 @@ class Hub:
         self._note("cdn", request)
         if self.fails_with:
             return web.Response(status=self.fails_with.pop(0))
+        if self.pages:
+            return web.Response(body=self.pages.pop(0), content_type="text/html")
         owner, name, path = request.path.lstrip("/").split("/", 2)
         data = self.repos[f"{owner}/{name}"].files[path]
         start = 0
@@ -217,6 +230,7 @@ def running_hub() -> Iterator[Hub]:
         hub.released.set()
         for runner in runners:
             await runner.cleanup()
+        await asyncio.sleep(0.01)  # closed connections close their sockets in a later turn
 
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

@@ -76,7 +76,8 @@ class Remove:
         parser.add_argument("names", nargs="+", metavar="NAME", help=NAME_HELP)
         parser.epilog = (
             "owner/name removes all that the cache has of the repository; a quantization, path or "
-            "revision only that. A running server keeps the files that it has opened."
+            "revision only that. A running server keeps the files that it has opened, but ends if "
+            "it has to start an engine again."
         )
 
     @classmethod

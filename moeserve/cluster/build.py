@@ -73,8 +73,7 @@ def _build_single(config: Config, role: Role, progress: Progress) -> RankBuild:
     from moeserve.runner.thread import ThreadedRunner
 
     assert role.world.size == 1, "an engine with several ranks must be grouped"
-    runner = make_rank(config, role.world, None, grouped=False)
-    runner.folder = role.folder
+    runner = make_rank(config, role.world, None, grouped=False, folder=role.folder)
     threaded = ThreadedRunner(runner)
     try:
         # Prepare in the thread that will run the model.
@@ -89,8 +88,7 @@ def _build_grouped(config: Config, role: Role, progress: Progress) -> RankBuild:
     with _team(config, role) as team:
         from moeserve.runner.group import GroupedRunner
 
-        runner = make_rank(config, role.world, role.placement, grouped=True)
-        runner.folder = role.folder
+        runner = make_rank(config, role.world, role.placement, grouped=True, folder=role.folder)
         threaded = GroupedRunner(runner, team)
         try:
             limits = threaded.prepare_model(progress)

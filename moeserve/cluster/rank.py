@@ -15,9 +15,15 @@ if TYPE_CHECKING:
 
 
 def make_rank(
-    config: Config, world: World, table: PlacementTable | None, *, grouped: bool
+    config: Config,
+    world: World,
+    table: PlacementTable | None,
+    *,
+    grouped: bool,
+    folder: str = "",
 ) -> ModelRunnerBase:
     """Return the runner of one rank, with nothing loaded yet. grouped: it needs a Join.
+    folder: the private directory of this server on this machine, if it has one.
 
     Slow imports happen here, so do not call it on an event loop.
     """
@@ -27,5 +33,11 @@ def make_rank(
     model_dir = resolve_model_dir(config.model.model)
     placement = None if table is None else Placement.from_table(table)
     return make_runner(
-        config, read_model_spec(model_dir), model_dir, world, placement, grouped=grouped
+        config,
+        read_model_spec(model_dir),
+        model_dir,
+        world,
+        placement,
+        grouped=grouped,
+        folder=folder,
     )

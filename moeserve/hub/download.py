@@ -33,6 +33,7 @@ from moeserve.hub.units import size_text
 MAX_TRANSFERS = 4  # at once
 SPARE_BYTES = 2**28  # of disk space, which others may need meanwhile
 LOCK_INTERVAL_S = 0.5
+MAX_INDEX_BYTES = 2**26
 
 Check = Callable[[Path], None]
 
@@ -118,9 +119,16 @@ class Download:
     def _weights(self, selection: Selection) -> tuple[str, ...]:
         if not selection.index:
             return selection.weights
-        path = self.snapshot / selection.index
-        with CheckpointError.instead_of(msgspec.DecodeError, f"{selection.index} is no JSON"):
-            index = msgspec.json.decode(path.read_bytes())
+        if self._file(selection.index).size > MAX_INDEX_BYTES:
+            raise CheckpointError(
+                f"{self._source.repo}: {selection.index} has more than "
+                f"{size_text(MAX_INDEX_BYTES)}, which no index has; the repository is damaged"
+            )
+        text = (self.snapshot / selection.index).read_bytes()
+        damages = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+        what = f"{self._source.repo}: {selection.index} is no JSON"
+        with CheckpointError.instead_of(damages, what, "; the repository is damaged"):
+            index = msgspec.json.decode(text)
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
         return indexed(weight_map, selection.folder)
 
@@ -145,8 +153,10 @@ class Download:
                     group.create_task(transfer(file))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        last = {file.digest: file.path for file in missing}
         for file in missing:
-            _link(blobs / file.digest, self.snapshot / file.path)
+            is_shared = last[file.digest] != file.path
+            _link(blobs / file.digest, self.snapshot / file.path, is_shared=is_shared)
         self._meter.show()
 
     def _file(self, path: str) -> RemoteFile:
@@ -160,10 +170,11 @@ class Download:
 
     def _count(self, files: list[RemoteFile], missing: list[RemoteFile]) -> None:
         """Add files to the total, and what is here of them to the bytes that are here."""
-        self._meter.total_bytes += sum(file.size for file in files)
-        absent = set(missing)
-        for file in files:
-            is_here = file not in absent or (self._cached.blobs / file.digest).exists()
+        contents = {file.digest: file for file in files}.values()  # each is downloaded once
+        self._meter.total_bytes += sum(file.size for file in contents)
+        absent = {file.digest for file in missing}
+        for file in contents:
+            is_here = file.digest not in absent or (self._cached.blobs / file.digest).exists()
             self._meter.found(file.size if is_here else _kept_bytes(self._cached.blobs, file))
 
     def _check_space(self, files: Iterable[RemoteFile]) -> None:
@@ -188,14 +199,20 @@ def _kept_bytes(blobs: Path, file: RemoteFile) -> int:
         return 0
 
 
-def _link(blob: Path, path: Path) -> None:
-    """Make a file of a snapshot a link to its content, or move the content there."""
+def _link(blob: Path, path: Path, *, is_shared: bool) -> None:
+    """Make a file of a snapshot a link to its content, or move the content there.
+
+    is_shared: Another file needs the content, too, so it is copied and not moved.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # a link to a file that is gone
     try:
         path.symlink_to(os.path.relpath(blob, path.parent))
     except OSError:  # a file system without links
-        os.replace(blob, path)
+        if is_shared:
+            shutil.copyfile(blob, path)
+        else:
+            os.replace(blob, path)
 
 
 def _name_revision(cached: CachedRepo, revision: str, commit: str) -> None:

@@ -4,18 +4,25 @@ import asyncio
 import logging
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urljoin
+
+from yarl import URL
 
 from moeserve.actor.tasks import in_thread
 from moeserve.errors import CheckpointError
 from moeserve.hub.names import HubName, endpoint, is_inner_path
+from moeserve.hub.units import one_line
 from moeserve.version import __version__
 
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0  # for the whole listing
 REQUEST_TIMEOUT_S = 15.0
+MAX_FILES = 200_000  # of a repository
+MAX_FILE_BYTES = 2**60
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -57,7 +64,10 @@ def token() -> str | None:
         return None
     from huggingface_hub import get_token
 
-    found = get_token()
+    why = "the token of `hf auth login` cannot be read"
+    unreadable = (OSError, UnicodeDecodeError)
+    with CheckpointError.instead_of(unreadable, why, "; make it readable, or set HF_TOKEN"):
+        found = get_token()
     if found and not (found.isascii() and found.isprintable()):
         raise CheckpointError("HF_TOKEN has characters that no token has; set it again")
     return found
@@ -80,11 +90,11 @@ def _list_files(name: HubName, hub: str, key: str | None) -> Repository:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
-    from huggingface_hub.hf_api import RepoFile
 
     # Otherwise the library tells the hub which programs this one runs with.
     constants.HF_HUB_DISABLE_TELEMETRY = True
@@ -93,9 +103,12 @@ def _list_files(name: HubName, hub: str, key: str | None) -> Repository:
     )
     try:
         info = api.model_info(name.repo, revision=name.revision, timeout=REQUEST_TIMEOUT_S)
-        commit = str(info.sha)
-        tree = api.list_repo_tree(name.repo, recursive=True, revision=commit)
-        files = [_checked(entry) for entry in tree if isinstance(entry, RepoFile)]
+        return _repository(name.repo, str(info.sha), hub, key)
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"there is no directory {str(name)[:200]!r}, and no hub has a model of that name: "
+            f"{str(error)[:300].rstrip('.')}; check the spelling"
+        ) from None
     except GatedRepoError:
         raise no_access(name.repo, hub, key) from None
     except RepositoryNotFoundError:
@@ -110,11 +123,52 @@ def _list_files(name: HubName, hub: str, key: str | None) -> Repository:
         raise refused(name.repo, hub, error.response, key) from None
     except CheckpointError:
         raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _no_hub(hub, error) from None
     except Exception as error:  # the library's HTTP client has no other base class for its errors
         raise unreachable(hub, str(error) or type(error).__name__) from None
+
+
+def _repository(repo: str, commit: str, hub: str, key: str | None) -> Repository:
+    """Return the files of a commit."""
     if not _COMMIT.fullmatch(commit):
-        raise CheckpointError(f"{hub} gave {commit!r:.80} as the commit of {name.repo}, not a hash")
-    return Repository(name.repo, commit, {file.path: file for file in files})
+        raise CheckpointError(f"{hub} gave {commit!r:.80} as the commit of {repo}, not a hash")
+    entries = _entries(repo, commit, hub, key)
+    files = [_checked(entry) for entry in entries if entry["type"] == "file"]
+    return Repository(repo, commit, {file.path: file for file in files})
+
+
+def _entries(repo: str, commit: str, hub: str, key: str | None) -> Iterator[Any]:
+    """Yield the entries of a repository's listing, page by page.
+
+    HfApi would send the token to whatever host the address of the next page names.
+    """
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented there
+        build_hf_headers,
+        hf_raise_for_status,
+        http_backoff,
+    )
+
+    page = f"{hub}/api/models/{repo}/tree/{commit}?recursive=true&expand=false"
+    num_entries = 0
+    while page:
+        is_hub = URL(page).origin() == URL(hub).origin()
+        headers = build_hf_headers(
+            token=(key or False) if is_hub else False,
+            library_name="moeserve",
+            library_version=__version__,
+        )
+        response = http_backoff("GET", page, headers=headers, timeout=REQUEST_TIMEOUT_S)
+        hf_raise_for_status(response)
+        entries = response.json()
+        num_entries += len(entries)
+        if num_entries > MAX_FILES:
+            raise CheckpointError(
+                f"{repo} has more than {MAX_FILES} files, which no model has; check the spelling"
+            )
+        yield from entries
+        following = response.links.get("next", {}).get("url")
+        page = urljoin(page, following) if following and entries else ""
 
 
 def _checked(entry: Any) -> RemoteFile:
@@ -122,23 +176,36 @@ def _checked(entry: Any) -> RemoteFile:
 
     Path and digest become names of files here.
     """
-    digest = entry.lfs.sha256 if entry.lfs is not None else entry.blob_id
-    size = entry.lfs.size if entry.lfs is not None else entry.size
-    pattern = _SHA256 if entry.lfs is not None else _SHA1
+    path = entry["path"]
+    lfs = entry.get("lfs")
+    content = entry if lfs is None else lfs
+    digest = content["oid"]
+    size = content["size"]
+    pattern = _SHA1 if lfs is None else _SHA256
     is_valid = (
-        isinstance(entry.path, str)
-        and is_inner_path(entry.path)
+        isinstance(path, str)
+        and is_inner_path(path)
         and isinstance(digest, str)
         and pattern.fullmatch(digest) is not None
-        and isinstance(size, int)
-        and size >= 0
+        and type(size) is int
+        and 0 <= size <= MAX_FILE_BYTES
     )
     if not is_valid:
+        shown_size = size if type(size) is not int or abs(size) <= MAX_FILE_BYTES else "too large"
         raise CheckpointError(
-            f"the hub lists a file {entry.path!r:.100} with digest {digest!r:.80} and size "
-            f"{size!r:.40}, which cannot be; nothing was downloaded"
+            f"the hub lists a file {path!r:.100} with digest {digest!r:.80} and size "
+            f"{shown_size!r:.40}, which cannot be; nothing was downloaded"
         )
-    return RemoteFile(entry.path, size, digest)
+    return RemoteFile(path, size, digest)
+
+
+def _no_hub(hub: str, error: Exception) -> CheckpointError:
+    """Return the error about an answer that no hub gives, such as the page of a login."""
+    why = f"{type(error).__name__}: {one_line(str(error))}"
+    return CheckpointError(
+        f"{hub} did not answer as a hub does ({why}); check "
+        "HF_ENDPOINT, whether this network needs a login, and HTTPS_PROXY"
+    )
 
 
 def offline(name: HubName) -> CheckpointError:
@@ -152,7 +219,7 @@ def offline(name: HubName) -> CheckpointError:
 def unreachable(hub: str, why: str) -> CheckpointError:
     """Return the error about a hub that does not answer."""
     return CheckpointError(
-        f"{hub} cannot be reached: {' '.join(why.split())}; check the network and HTTPS_PROXY, set "
+        f"{hub} cannot be reached: {one_line(why)}; check the network and HTTPS_PROXY, set "
         "HF_ENDPOINT to a mirror, or pass a model that is here: `moeserve list`"
     )
 
@@ -179,7 +246,7 @@ def unknown_repository(name: HubName, hub: str, key: str | None) -> CheckpointEr
 def refused(repo: str, hub: str, response: Any, key: str | None) -> CheckpointError:
     """Return the error about an answer of the hub that is not expected."""
     status = response.status_code
-    reason = response.headers.get("X-Error-Message") or response.reason_phrase
+    reason = one_line(response.headers.get("X-Error-Message") or response.reason_phrase)
     if status == 401 and key is not None:
         return CheckpointError(
             f"{hub} does not accept the token (HF_TOKEN, or that of `hf auth login`): {reason}; "

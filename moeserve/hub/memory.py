@@ -23,17 +23,21 @@ def memory_limit(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> in
         inner = base / path.lstrip("/")
         for folder in (inner, *inner.parents):
             if folder.is_relative_to(base):
-                limit = min(limit, _limit_in(folder, limit))
+                limit = _limit_in(folder, limit)
     return limit
 
 
 def _limit_in(folder: Path, default: int) -> int:
-    """Return the limit of a control group of version 2 or 1."""
-    for name in ("memory.max", "memory.limit_in_bytes"):
+    """Return the limit of a control group of version 2 or 1, at most `default`.
+
+    Above memory.high, processes are slowed down.
+    """
+    limit = default
+    for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
         try:
             text = (folder / name).read_text().strip()
         except OSError:
             continue
         if text.isdigit():  # "max": no limit
-            return int(text)
-    return default
+            limit = min(limit, int(text))
+    return limit

@@ -27,6 +27,8 @@ _NAME = re.compile(
 _QUANT = re.compile(r"(?P<rest>.*):(?P<quant>[\w.-]+)")
 _PAGES = ("tree", "blob", "resolve", "raw")  # of a repository, in addresses
 _REFS = re.compile(r"(refs/(?:pr|convert)/[^/]+)(?:/|$)")  # revisions with slashes
+# Control characters, backslashes, and surrogates, which no file's name can hold.
+_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]")
 _NO_TAG = "latest"  # added by Ollama's users and clients to names without a tag
 
 
@@ -49,10 +51,16 @@ class HubName:
 def endpoint() -> str:
     """Return the address of the hub, without a slash at its end: HF_ENDPOINT, or huggingface.co."""
     address = (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
-    parts = urlsplit(address)
+    with CheckpointError.instead_of(ValueError, "HF_ENDPOINT is not an address"):
+        parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise CheckpointError(
             f"HF_ENDPOINT is {address!r}; expected an address such as {DEFAULT_ENDPOINT}"
+        )
+    if "@" in parts.netloc:  # it would appear in messages, and take the place of the token
+        raise CheckpointError(
+            f"HF_ENDPOINT has a user's name or password before {parts.hostname!r}; remove it, and "
+            "set HF_TOKEN to the hub's token"
         )
     return address
 
@@ -141,6 +149,6 @@ def _checked(name: HubName) -> HubName | None:
 
 
 def is_inner_path(path: str) -> bool:
-    """Return whether a relative path stays inside of its folder."""
-    parts = path.split("/")
-    return not any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts)
+    """Return whether a relative path stays inside of its folder, and can be shown in a line."""
+    is_usable = _UNUSABLE.search(path) is None
+    return is_usable and not any(part in ("", ".", "..") for part in path.split("/"))

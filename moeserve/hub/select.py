@@ -102,9 +102,16 @@ def select(
 def indexed(weight_map: object, folder: str) -> tuple[str, ...]:
     """Return the paths of the weight files that an index names. Raises CheckpointError."""
     files = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-    if not files or not all(isinstance(file, str) and "/" not in file for file in files):
-        raise CheckpointError(f"{INDEX} names no weight files; the repository is damaged")
+    if not files or not all(map(_is_weight_name, files)):
+        raise CheckpointError(
+            f"{INDEX} does not name safetensors files beside it; the repository is damaged"
+        )
     return tuple(sorted(_join(folder, file) for file in files))
+
+
+def _is_weight_name(name: object) -> bool:
+    """Return whether an index may name this as a file of weights. A pickle is none."""
+    return isinstance(name, str) and "/" not in name and name.endswith(".safetensors")
 
 
 def _folder_and_file(sizes: Mapping[str, int], name: HubName) -> tuple[str, str]:

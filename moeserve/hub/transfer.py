@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from yarl import URL
@@ -24,7 +25,7 @@ from moeserve.errors import CheckpointError
 from moeserve.hub import listing
 from moeserve.hub.listing import RemoteFile
 from moeserve.hub.progress import Meter
-from moeserve.hub.units import size_text
+from moeserve.hub.units import one_line, size_text
 from moeserve.version import __version__
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ MAX_ATTEMPTS = 5  # without a new byte
 FIRST_PAUSE_S = 1.0  # between attempts; each further one is twice as long
 MAX_REDIRECTS = 10
 _REDIRECTS = (301, 302, 303, 307, 308)
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(?:\d+|\*)")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
 class Broken(Exception):
@@ -64,17 +65,21 @@ class Source:
     def headers(self, url: URL) -> dict[str, str]:
         """Return the headers for an address. Only the hub itself gets the token."""
         headers = {"User-Agent": f"moeserve/{__version__}", "Accept-Encoding": "identity"}
-        if self.token is not None and url.origin() == URL(self.hub).origin():
+        if self.token is not None and self.is_hub(url):
             headers["Authorization"] = f"Bearer {self.token}"
         return headers
 
+    def is_hub(self, url: URL) -> bool:
+        """Return whether an address is one of the hub itself."""
+        return url.origin() == URL(self.hub).origin()
+
 
 def session() -> aiohttp.ClientSession:
-    """Return a client for `fetch`. It uses the proxies of the environment."""
+    """Return a client for `fetch`."""
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S
     )
-    return aiohttp.ClientSession(timeout=timeout, trust_env=True, read_bufsize=CHUNK_BYTES)
+    return aiohttp.ClientSession(timeout=timeout, read_bufsize=CHUNK_BYTES)
 
 
 async def fetch(
@@ -112,9 +117,11 @@ def _why(error: Exception) -> str:
     """Return why a transfer broke."""
     if isinstance(error, aiohttp.ClientPayloadError):
         return "the connection broke"
+    if isinstance(error, aiohttp.ClientHttpProxyError):  # its text has the proxy's password
+        return f"the proxy answered {error.status} {one_line(error.message)}"
     if isinstance(error, TimeoutError):
         return f"no byte within {READ_TIMEOUT_S:g} s"
-    return str(error) or type(error).__name__
+    return one_line(str(error)) or type(error).__name__
 
 
 def part_of(blobs: Path, file: RemoteFile) -> Path:
@@ -141,7 +148,7 @@ async def _continue(
         while have < file.size and not is_longer:
             end = min(file.size, have + MAX_ANSWER_BYTES)
             async with _response(client, source, file, have, end) as response:
-                if _start_of(response, have) != have:  # the server ignores the range
+                if _start_of(response, file, have) != have:  # the server ignores the range
                     out.truncate(0)
                     meter.add(-have)
                     digest = Digest(file)
@@ -211,42 +218,99 @@ async def _response(
         headers = source.headers(url)
         if start or end < file.size:
             headers["Range"] = f"bytes={start}-{end - 1 if end < file.size else ''}"
-        async with client.get(url, headers=headers, allow_redirects=False) as response:
+        async with client.get(
+            url, headers=headers, proxy=proxy_for(url), allow_redirects=False
+        ) as response:
             location = response.headers.get("Location")
             if response.status in _REDIRECTS and location is not None:
-                url = url.join(URL(location, encoded=True))
+                url = _redirected(source, file, url, location)
                 continue
             if response.status in (200, 206):
                 yield response
                 return
             raise _failure(source, file, response)
     raise CheckpointError(
-        f"{source.repo}: {file.path} is redirected more than {MAX_REDIRECTS} times by {source.hub}"
+        f"{source.repo}: {file.path} is redirected more than {MAX_REDIRECTS} times by "
+        f"{source.hub}; try again later, or set HF_ENDPOINT to a mirror"
     )
+
+
+def proxy_for(url: URL) -> URL | None:
+    """Return the proxy that the environment has for an address. Raises CheckpointError.
+
+    aiohttp does the same with `trust_env`, but also sends passwords of ~/.netrc.
+    """
+    proxies = getproxies()
+    address = proxies.get(url.scheme) or proxies.get("all")
+    if not address or proxy_bypass(f"{url.host}:{url.port}"):
+        return None
+    try:
+        proxy = URL(address if "://" in address else f"http://{address}")
+        is_supported = proxy.scheme in ("http", "https") and bool(proxy.host) and bool(proxy.port)
+    except ValueError:
+        is_supported = False
+    if not is_supported:  # not shown, as it may have a password
+        raise CheckpointError(
+            f"the proxy for {url.scheme} addresses in the environment is not an http:// or "
+            f"https:// address; set {url.scheme.upper()}_PROXY, or NO_PROXY={url.host}"
+        )
+    return proxy
+
+
+def _redirected(source: Source, file: RemoteFile, url: URL, location: str) -> URL:
+    """Return the address to which an answer leads. Raises CheckpointError if that is no one."""
+    try:
+        target = url.join(URL(location, encoded=True))
+        host = target.host or ""
+        is_valid = target.scheme in ("http", "https") and bool(host.encode("idna"))
+        is_valid = is_valid and target.port is not None
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise CheckpointError(
+            f"{source.repo}: {file.path} is redirected by {source.hub} to {location[:200]!r}, "
+            "which is no address of the web; try again later, or set HF_ENDPOINT to a mirror"
+        )
+    return target
 
 
 def _failure(source: Source, file: RemoteFile, response: aiohttp.ClientResponse) -> Exception:
     """Return the error about an answer without the file."""
     status = response.status
     is_gated = response.headers.get("X-Error-Code") == "GatedRepo"
-    if is_gated or (status in (401, 403) and source.token is None):
+    is_refused = status in (401, 403) and source.token is None and source.is_hub(response.url)
+    if is_gated or is_refused:
         return listing.no_access(source.repo, source.hub, source.token)
     if status in (408, 416, 425, 429) or status >= 500:
         return Broken(f"the server answered {status} {response.reason}")
-    reason = response.headers.get("X-Error-Message") or response.reason
+    reason = one_line(response.headers.get("X-Error-Message") or response.reason or "")
     return CheckpointError(
         f"{source.repo}: {response.url.host} answered {status} for {file.path}: {reason}; check "
         "HF_TOKEN, or try again later"
     )
 
 
-def _start_of(response: aiohttp.ClientResponse, asked: int) -> int:
-    """Return the position of the first byte of an answer."""
+def _start_of(response: aiohttp.ClientResponse, file: RemoteFile, asked: int) -> int:
+    """Return the position of the first byte of an answer.
+
+    Raises Broken for an answer with something else, such as the page of a login: what is here
+    already must not be given up for that.
+    """
+    host = response.url.host
     if response.status == 200:
+        length = None if "Content-Encoding" in response.headers else response.content_length
+        is_page = length is None and response.content_type == "text/html"
+        if is_page or length not in (None, file.size):
+            raise Broken(
+                f"{host} answered with {'a page' if is_page else f'{length} bytes'} of type "
+                f"{response.content_type}, not with the {file.size} bytes that the hub lists"
+            )
         return 0
     match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
     if match is None or int(match[1]) != asked:
-        raise Broken("the server answered with another range than the one asked for")
+        raise Broken(f"{host} answered with another range than the one asked for")
+    if match[2] not in ("*", str(file.size)):
+        raise Broken(f"{host} has {match[2]} bytes, not the {file.size} that the hub lists")
     return asked
 
 

@@ -1,4 +1,6 @@
-"""Sizes, rates and times as text."""
+"""Sizes, rates and times as text, and texts of others in one line."""
+
+_MAX_CHARACTERS = 300  # of a text of others
 
 
 def size_text(num_bytes: float) -> str:
@@ -16,3 +18,9 @@ def duration_text(seconds: float) -> str:
     if seconds >= 60:
         return f"{seconds // 60:.0f} min"
     return f"{seconds:.0f} s"
+
+
+def one_line(text: str) -> str:
+    """Return a text that a server sent, without control characters and line ends, shortened."""
+    printable = "".join(each if each.isprintable() else " " for each in text)
+    return " ".join(printable.split())[:_MAX_CHARACTERS]

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,28 +40,24 @@ def cached_models() -> list[CachedModel]:
 
 
 def _models_in(cached: CachedRepo, revision: str, snapshot: Path) -> Iterator[CachedModel]:
-    """Yield the models in a snapshot."""
+    """Yield the models in a snapshot. What cannot be served is left out."""
     sizes = complete_sizes(snapshot)
     for name in _names_in(HubName(cached.repo, revision=revision), sizes):
-        if cached_model(name) is None:
-            continue
-        files = _files_of(sizes, name)
-        paths = [snapshot / file for file in files]
-        yield CachedModel(
-            name,
-            snapshot.name,
-            size=sum(sizes[file] for file in files),
-            used_at_s=max(path.stat().st_atime for path in paths),
-        )
+        with suppress(CheckpointError, OSError):  # OSError: another process removes the files
+            if cached_model(name) is None:
+                continue
+            files = _files_of(sizes, name)
+            used_at_s = max((snapshot / file).stat().st_atime for file in files)
+            size = sum(sizes[file] for file in files)
+            yield CachedModel(name, snapshot.name, size=size, used_at_s=used_at_s)
 
 
 def _names_in(name: HubName, sizes: dict[str, int]) -> Iterator[HubName]:
-    """Yield the names of what may be models: folders with a config, and GGUF models."""
-    for file in sizes:
-        path = Path(file)
-        if path.name in (CONFIG, PARAMS):
-            folder = str(path.parent)
-            yield replace(name, path="" if folder == "." else folder)
+    """Yield the names of what may be models: folders with safetensors, and GGUF models."""
+    folders = {os.path.dirname(file) for file in sizes if file.endswith(".safetensors")}
+    for folder in sorted(folders):
+        if any(os.path.join(folder, config) in sizes for config in (CONFIG, PARAMS)):
+            yield replace(name, path=folder)
     models = gguf_models(sizes)
     num_with_label = Counter(model.label.upper() for model in models)
     for model in models:
@@ -115,8 +112,13 @@ def _remove_part(cached: CachedRepo, name: HubName) -> None:
         for file in _unshared_files(complete_sizes(snapshot), name):
             (snapshot / file).unlink()
     else:
+        refs = [revision for revision, folder in cached.snapshots() if folder == snapshot]
+        if name.revision in refs and len(refs) > 1:  # other branches or tags are this commit, too
+            cached.ref(name.revision).unlink()
+            return
         shutil.rmtree(snapshot)
-        cached.ref(name.revision).unlink(missing_ok=True)
+        for revision in refs:
+            cached.ref(revision).unlink(missing_ok=True)
     used = {
         os.path.realpath(path)
         for path in (cached.folder / "snapshots").rglob("*")
@@ -155,4 +157,8 @@ def _disk_bytes(folder: Path) -> int:
 
 
 def _own_bytes(paths: Iterable[Path]) -> int:
-    return sum(path.lstat().st_size for path in paths if not path.is_symlink())
+    total = 0
+    for path in paths:
+        with suppress(FileNotFoundError):  # a download that was complete meanwhile has renamed it
+            total += 0 if path.is_symlink() else path.lstat().st_size
+    return total

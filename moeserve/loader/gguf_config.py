@@ -27,11 +27,15 @@ from moeserve.loader.gguf_architecture import (
 )
 from moeserve.loader.gguf_architectures import ARCHITECTURES
 from moeserve.loader.gguf_file import GGUFHeader, read_model
-from moeserve.loader.gguf_layers import FULL, SLIDING, rotated_share
+from moeserve.loader.gguf_layers import FULL, SLIDING, num_layers, rotated_share
+from moeserve.loader.gguf_vocab import end_ids, tokenizer_config
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored_format import GGML_FORMATS
 
 _MAX_INTEGER = 2**31
+_MAX_VALUES = 2**16  # values of an array: one for each layer, or factors of a rotary embedding
+_SCALARS = (bool, int, float, str)
+_MAX_MSCALE = 1000.0
 _KEYS = {  # GGUF key -> config.json key, in all architectures
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
@@ -83,10 +87,12 @@ _REQUIRED = (
 # config.json key -> llama.cpp's default if the file omits it
 _DEFAULTS = {
     "first_k_dense_replace": 0,
+    "n_group": 1,
     "n_shared_experts": 0,
     "norm_topk_prob": False,
     "routed_scaling_factor": 1.0,
     "sliding_window": None,
+    "topk_group": 1,
 }
 # Tensors whose values are part of the config
 CONFIG_TENSORS = (ROPE_FACTORS, ROPE_FACTORS_SHORT, ROPE_FACTORS_LONG)
@@ -97,20 +103,6 @@ _SAMPLING = {  # key of generation_config.json -> GGUF key, after "general.sampl
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-# Tokens that end an answer if the vocabulary has them, as in llama.cpp
-_END_TOKENS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|call|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<eos>",
-    "<turn|>",
-    "<|tool_response>",
-    "<|flush|>",
-    "<|calls|>",
-)
 
 
 def document(path: Path, name: str) -> dict[str, Any]:
@@ -127,19 +119,7 @@ def document(path: Path, name: str) -> dict[str, Any]:
         return {
             key: _config_value(meta[gguf_key]) for key, gguf_key in keys.items() if gguf_key in meta
         }
-    return _tokenizer_config(meta) if name == "tokenizer_config.json" else {}
-
-
-def _tokenizer_config(meta: Mapping[str, Any]) -> dict[str, Any]:
-    config = {}
-    if "tokenizer.chat_template" in meta:
-        config["chat_template"] = meta["tokenizer.chat_template"]
-    tokens = meta.get("tokenizer.ggml.tokens", [])
-    for key, name in {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}.items():
-        number = meta.get(f"tokenizer.ggml.{key}_token_id")
-        if isinstance(number, int) and 0 <= number < len(tokens):
-            config[f"{name}_token"] = tokens[number]
-    return config
+    return tokenizer_config(path, meta) if name == "tokenizer_config.json" else {}
 
 
 def architecture_of(headers: list[GGUFHeader]) -> tuple[GGUFArchitecture, dict[str, Any]]:
@@ -151,7 +131,7 @@ def architecture_of(headers: list[GGUFHeader]) -> tuple[GGUFArchitecture, dict[s
     """
     header = headers[0]
     name = header.metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         shown = repr(name)[:80]
         raise CheckpointError(
             f"{header.path}: general.architecture is {shown}; supported as GGUF: "
@@ -159,6 +139,7 @@ def architecture_of(headers: list[GGUFHeader]) -> tuple[GGUFArchitecture, dict[s
             "docs/models.md lists it"
         )
     prefix = f"{name}."
+    _check_lengths(header, prefix)
     num_layers = header.metadata.get(f"{prefix}block_count")
     arch_meta = {
         key.removeprefix(prefix): _config_value(
@@ -177,6 +158,16 @@ def architecture_of(headers: list[GGUFHeader]) -> tuple[GGUFArchitecture, dict[s
         if arch_meta.get(condition) or (condition == "sigmoid" and is_sigmoid):
             return variant, arch_meta
     return ARCHITECTURES[name][""], arch_meta
+
+
+def _check_lengths(header: GGUFHeader, prefix: str) -> None:
+    """Raise CheckpointError for an array that would take long to read. Real ones are short."""
+    for key, value in header.metadata.items():
+        if key.startswith(prefix) and not isinstance(value, _SCALARS) and len(value) > _MAX_VALUES:
+            raise CheckpointError(
+                f"{header.path}: {key[:80]} has {len(value)} values; supported: up to "
+                f"{_MAX_VALUES}. Download another file"
+            )
 
 
 def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
@@ -225,8 +216,8 @@ def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
         "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_q\.bias", name) for name in names),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
         "dtype": _dtype(tensors),
-        "eos_token_id": _end_ids(meta) or None,
-        "num_hidden_layers": values.integer("block_count", 1, _MAX_INTEGER) - num_mtp_layers,
+        "eos_token_id": end_ids(meta) or None,
+        "num_hidden_layers": num_layers(values),
         "num_nextn_predict_layers": num_mtp_layers,
         "rope_factors": per_layer.raw(ROPE_FACTORS),
         "rope_parameters": _rope(values, arch),
@@ -234,7 +225,15 @@ def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
     }
     shapes = {tensor.name: tensor.shape for tensor in tensors}
-    return config | _quantization_config(tensors) | arch.config(per_layer, shapes)
+    own = arch.config(per_layer, shapes)
+    rope = config["rope_parameters"]
+    if "rope_parameters" in own and rope.get("factor", 1) != 1:
+        raise values.error(
+            "rope.scaling.factor",
+            f"{arch.architecture} is supported without scaling; serve the model's safetensors "
+            "checkpoint",
+        )
+    return config | _quantization_config(tensors) | own
 
 
 def _check_keys(path: Path, arch: GGUFArchitecture, arch_meta: Mapping[str, Any]) -> None:
@@ -246,7 +245,9 @@ def _check_keys(path: Path, arch: GGUFArchitecture, arch_meta: Mapping[str, Any]
                 f"{path}: the metadata key {key[:80]!r} of its architecture is not known, and may "
                 "change what the model computes; serve the model's safetensors checkpoint"
             )
-    expert_keys = ("expert_used_count",) if arch_meta.get("expert_count") else ()
+    expert_keys = ["expert_used_count"] if arch_meta.get("expert_count") else []
+    if arch_meta.get("expert_group_count") not in (None, 0, 1):
+        expert_keys.append("expert_group_used_count")
     for key in (*_REQUIRED, arch.norm_key, *arch.required, *expert_keys):
         if key not in arch_meta:
             raise CheckpointError(
@@ -268,6 +269,7 @@ def _attention(values: Fields, arch: GGUFArchitecture) -> dict[str, Any]:
         raise values.error("attention.value_length", f"supported: {head_dim}, the length of keys")
     config: dict[str, Any] = {
         "head_dim": head_dim,
+        "partial_rotary_factor": 1.0,  # families have other defaults
         "rope_interleaved_rows": arch.interleaved_rope,
     }
     has_rope = "rope.dimension_count" not in arch.other_keys
@@ -288,7 +290,9 @@ def _latent_attention(values: Fields, arch: GGUFArchitecture) -> dict[str, Any]:
         for key in ("attention.key_length", "attention.value_length")
     )
     rotary_dim = values.integer("rope.dimension_count", 2, k_dim)
-    groups = values.values.get("expert_group_count") or 1
+    groups = 1
+    if values.values.get("expert_group_count"):
+        groups = values.integer("expert_group_count", 1, _MAX_INTEGER)
     config = {
         "head_dim": None,
         "qk_nope_head_dim": k_dim - rotary_dim,
@@ -296,7 +300,7 @@ def _latent_attention(values: Fields, arch: GGUFArchitecture) -> dict[str, Any]:
         "v_head_dim": v_dim,
         "q_lora_rank": values.values.get("attention.q_lora_rank"),
         "n_group": groups,
-        "topk_group": values.values.get("expert_group_used_count") or 1,
+        "topk_group": values.raw("expert_group_used_count") if groups > 1 else 1,
     }
     if arch.gating == SOFTMAX:
         config["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
@@ -306,17 +310,17 @@ def _latent_attention(values: Fields, arch: GGUFArchitecture) -> dict[str, Any]:
 def _rope(values: Fields, arch: GGUFArchitecture) -> dict[str, Any]:
     """Return `rope_parameters`."""
     arch_meta = values.values
-    kind = arch_meta.get(
-        "rope.scaling.type", "linear" if arch_meta.get("rope.scaling.factor") else "none"
-    )
+    kind = arch_meta.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise values.error("rope.scaling.type", "supported: none, linear, yarn")
+    if not arch_meta.get("rope.scaling.factor"):
+        kind = "none"
     rope = {
         "rope_type": "default" if kind == "none" else kind,
         "rope_theta": arch_meta.get("rope.freq_base", 10_000.0),
     }
     if kind != "none":
-        rope["factor"] = arch_meta.get("rope.scaling.factor")
+        rope["factor"] = arch_meta["rope.scaling.factor"]
     if kind == "yarn":
         rope["truncate"] = arch.architecture != "GptOssForCausalLM"
         names = {
@@ -327,9 +331,10 @@ def _rope(values: Fields, arch: GGUFArchitecture) -> dict[str, Any]:
         for key, name in names.items():
             if f"rope.scaling.{key}" in arch_meta:
                 rope[name] = arch_meta[f"rope.scaling.{key}"]
-        if "rope.scaling.yarn_log_multiplier" in arch_meta:
+        log_multiplier = "rope.scaling.yarn_log_multiplier"
+        if arch_meta.get(log_multiplier):  # 0 is none
             # llama.cpp has one value for both; its converter writes 0.1 * mscale_all_dim.
-            mscale = round(arch_meta["rope.scaling.yarn_log_multiplier"] * 10, 6)
+            mscale = round(values.number(log_multiplier, 0, _MAX_MSCALE) * 10, 6)
             rope["mscale"] = mscale
             rope["mscale_all_dim"] = mscale
     own = {name: arch_meta[key] for key, name in arch.rope_keys.items() if key in arch_meta}
@@ -347,9 +352,10 @@ def _config_tensors(tensors: list[TensorInfo]) -> dict[str, list[float] | None]:
 
 
 def _floats(tensor: TensorInfo) -> list[float]:
-    if tensor.dtype != "F32" or len(tensor.shape) != 1:
+    if tensor.dtype != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_VALUES:
         raise CheckpointError(
-            f"{tensor} is {tensor.dtype} {list(tensor.shape)}; supported: F32 with one dimension"
+            f"{tensor} is {tensor.dtype} {list(tensor.shape)}; supported: F32 with one dimension "
+            f"of up to {_MAX_VALUES}"
         )
     with (
         CheckpointError.instead_of(OSError, f"{tensor.path} cannot be read"),
@@ -360,17 +366,6 @@ def _floats(tensor: TensorInfo) -> list[float]:
     if len(raw) != tensor.num_bytes:
         raise CheckpointError(f"{tensor} ends early; download the file again")
     return list(struct.unpack(f"<{len(raw) // 4}f", raw))
-
-
-def _end_ids(meta: Mapping[str, Any]) -> list[int]:
-    """Return the ids of tokens that end an answer: those in the metadata, and `_END_TOKENS`."""
-    ids = (meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
-    tokens = meta.get("tokenizer.ggml.tokens", [])
-    ends = [token for token in _END_TOKENS if token in tokens]
-    if "<|end|>" in tokens and not {"<|call|>", "<|calls|>"} & {*ends}:
-        ends.append("<|end|>")  # where it does not only end a part of an answer
-    known = (tokens.index(token) for token in ends)
-    return [*(number for number in ids if isinstance(number, int)), *known]
 
 
 def _quantization_config(tensors: list[TensorInfo]) -> dict[str, Any]:
@@ -401,10 +396,8 @@ def _config_value(value: Any, num_layers: int | None = None) -> Any:
 
     if isinstance(value, np.ndarray):
         values = [_config_value(item) for item in value.tolist()]
-        is_same = bool(values) and all(item == values[0] for item in values)
-        return values[0] if is_same and len(values) == num_layers else values
-    return (
-        float(str(np.float32(value)))
-        if isinstance(value, float) and math.isfinite(value)
-        else value
-    )
+        is_same = isinstance(num_layers, int) and len(values) == num_layers > 0
+        return values[0] if is_same and all(item == values[0] for item in values) else values
+    if isinstance(value, float) and abs(value) <= np.finfo(np.float32).max:  # not NaN
+        return float(str(np.float32(value)))
+    return value

@@ -101,7 +101,8 @@ def read_model(path: Path) -> list[GGUFHeader]:
     if not isinstance(count, int) or max(1, count) != num_files:
         raise _error(
             path,
-            f"split.count is {count!r}, which does not match the file's name; rename it back",
+            f"split.count is {repr(count)[:80]}, which does not match the file's name; rename it "
+            "back",
         )
     headers = [first]
     for number in range(2, num_files + 1):
@@ -113,16 +114,18 @@ def read_model(path: Path) -> list[GGUFHeader]:
                 "all of them"
             )
         headers.append(read_gguf(path.parent / part))
-        if (found := headers[-1].metadata.get("split.no")) != number - 1:
+        found = headers[-1].metadata.get("split.no")
+        if not isinstance(found, int) or found != number - 1:
             raise _error(
-                headers[-1].path, f"split.no is {found!r}, but by the file's name {number - 1}"
+                headers[-1].path,
+                f"split.no is {repr(found)[:80]}, but by the file's name {number - 1}",
             )
     total = sum(len(header.tensors) for header in headers)
-    if first.metadata.get("split.tensors.count", total) != total:
+    stated = first.metadata.get("split.tensors.count", total)
+    if not isinstance(stated, int) or stated != total:
         raise _error(
             path,
-            f"split.tensors.count is {first.metadata['split.tensors.count']}, but the files have "
-            f"{total} tensors",
+            f"split.tensors.count is {repr(stated)[:80]}, but the files have {total} tensors",
         )
     return headers
 
@@ -176,7 +179,8 @@ def _read(path: Path, file_bytes: int, mtime_ns: int) -> GGUFHeader:
             or alignment > 2**20
         ):
             raise _error(
-                path, f"general.alignment is {alignment!r}, not a power of two up to 2**20"
+                path,
+                f"general.alignment is {repr(alignment)[:80]}, not a power of two up to 2**20",
             )
         entries = [_read_entry(cursor) for _ in range(num_tensors)]
     data_start = -(-cursor.position // alignment) * alignment

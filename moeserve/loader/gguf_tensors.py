@@ -53,7 +53,7 @@ _LAYER_NAMES = {
     "nextn.shared_head_head": "shared_head.head",
     "nextn.shared_head_norm": "shared_head.norm",
 }
-_BLOCK = re.compile(r"blk\.(\d{1,4})\.(.+?)(\.(?:weight|bias|scale))?")
+_BLOCK = re.compile(r"blk\.([0-9]{1,4})\.(.+?)(\.(?:weight|bias|scale))?")
 _EXPERTS = re.compile(r"ffn_(gate|up|down)_(exps|shexp)")
 
 
@@ -115,7 +115,14 @@ def _hugging_face_shape(tensor: TensorInfo, arch: GGUFArchitecture) -> tuple[int
     if block[2] == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
         return (1, *tensor.shape)
     if block[2] in arch.shapes:
-        return arch.shapes[block[2]](tensor.shape)
+        shape = arch.shapes[block[2]](tensor.shape)
+        if math.prod(shape) != math.prod(tensor.shape):
+            raise CheckpointError(
+                f"{tensor.path}: tensor {tensor.name!r} of shape {list(tensor.shape)} is not "
+                f"supported: {list(shape)} would have another number of elements; download it "
+                "again"
+            )
+        return shape
     return tensor.shape
 
 

@@ -27,13 +27,19 @@ async def local_config(config: Config, report: Report) -> Config:
 
     Downloads a draft model as well, whose name stays. Raises CheckpointError.
     """
+    draft = _draft_of(config)  # a wrong name is told before the model is downloaded
     config = await _with_local_model(config, report)
-    if config.scheduler.speculate is not None:
-        speculation = SpeculationSpec.parse(config.scheduler.speculate)
-        is_checkpoint = speculation.kind in ("model", "eagle")
-        if is_checkpoint and (draft := hub_name_of(speculation.path)) is not None:
-            await fetch(draft, report, is_draft=True)
+    if draft is not None:
+        await fetch(draft, report, is_draft=True)
     return config
+
+
+def _draft_of(config: Config) -> HubName | None:
+    """Return the name of the draft model on a hub, None if there is none."""
+    if config.scheduler.speculate is None:
+        return None
+    speculation = SpeculationSpec.parse(config.scheduler.speculate)
+    return hub_name_of(speculation.path) if speculation.kind in ("model", "eagle") else None
 
 
 async def _with_local_model(config: Config, report: Report) -> Config:

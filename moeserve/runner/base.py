@@ -15,7 +15,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +44,7 @@ from moeserve.runner.graphs import GraphManager, GroupGraphs, common_sizes, size
 from moeserve.runner.kv_cache import KVCache
 from moeserve.runner.kv_transport import HostTransport
 from moeserve.runner.limits import (
+    DeviceProperties,
     MemoryFacts,
     check_block_size,
     kv_budget,
@@ -81,19 +82,6 @@ SINGLE_RANK = World()
 MAX_COPIES = 5  # copies of received activations that an all-to-all keeps at most (moe/all2all)
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceProperties:
-    """A device and its memory."""
-
-    name: str  # name for log messages
-    memory: Callable[[], MemoryFacts]  # measures the memory at each call
-    exclusive: bool  # no other programs are expected on the device
-    num_ranks: int = 1  # ranks of this server that share the device
-    # Returns the part of one of so many ranks.
-    share: Callable[[MemoryFacts, int], MemoryFacts] = MemoryFacts.shared
-    reserve: int = 0  # bytes that other processes of this server will take
-
-
 class ModelRunnerBase(StepExecutor, ABC):
     """Loads one rank's part of a model and executes step plans with it.
 
@@ -103,6 +91,7 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     grouped: whether the rank computes in a group: with the other ranks of its engine, or with other
         engines, which may also join later.
+    folder: the private directory of this server on this machine; "": none.
     """
 
     device: torch.device
@@ -125,6 +114,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         placement: Placement | None = None,
         *,
         grouped: bool = False,
+        folder: str = "",
     ) -> None:
         super().__init__()
         self.speculation = None
@@ -161,7 +151,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.ubatches = UBatchRunner(num_ubatches, world.tp_size)
         self.tp = make_tensor(world, num_ubatches, self.device_is_async)
         self.notes: list[str] = []  # warnings for the user
-        self.folder = ""  # private directory of this server on this machine; "": none
+        self.folder = folder
         self._setup: LoadSetup | None = None
         self.read_expert: ReadExpert | None = None  # reads one expert from the checkpoint
         self.fingerprint = ""  # fingerprint of the checkpoint

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from moeserve.models.spec import model_size
-from moeserve.runner.base import DeviceProperties, ModelRunnerBase
+from moeserve.runner.base import ModelRunnerBase
 from moeserve.runner.cores import assign_cpus, format_cpus, num_cores
 from moeserve.runner.host_memory import (
     CGROUPS,
@@ -22,7 +22,7 @@ from moeserve.runner.host_memory import (
     share_of_host,
     trim_heap,
 )
-from moeserve.runner.limits import MemoryFacts, workspace_bytes
+from moeserve.runner.limits import DeviceProperties, MemoryFacts, workspace_bytes
 from moeserve.runner.load import Progress
 from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampling import noise

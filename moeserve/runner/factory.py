@@ -28,6 +28,7 @@ def make_runner(
     placement: Placement | None = None,
     *,
     grouped: bool = False,
+    folder: str = "",
 ) -> ModelRunnerBase:
     """Return a runner that has not loaded anything yet. Wrap it in a `ThreadedRunner`, and call
     `prepare` there.
@@ -35,6 +36,7 @@ def make_runner(
     world: the rank of this process among all ranks.
     placement: the placement of experts; None: the initial one.
     grouped: whether the rank will join a group of engines, now or later.
+    folder: the private directory of this server on this machine, if it has one.
 
     Raises ConfigError for settings that cannot work, and for `device: cuda` without a device.
     """
@@ -77,4 +79,6 @@ def make_runner(
         )
     if device == "auto":
         device = "cuda" if on_cuda else "cpu"
-    return DEVICES[device](config, spec, model_dir, world, placement, grouped=grouped)
+    return DEVICES[device](
+        config, spec, model_dir, world, placement, grouped=grouped, folder=folder
+    )

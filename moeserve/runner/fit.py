@@ -287,7 +287,9 @@ def decide_once(folder: str, decide: Callable[[], Choices], *, again: bool = Fal
             if not (again and earlier.lossless_compression != "off"):
                 return earlier
         choices = decide()
-        path.write_bytes(msgspec.json.encode(choices))
+        new = path.with_suffix(".new")  # a rank that is killed meanwhile leaves no half of a file
+        new.write_bytes(msgspec.json.encode(choices))
+        os.replace(new, path)
         return choices
     finally:
         os.close(lock)

@@ -22,10 +22,10 @@ from moeserve.kernels.configs import add_folder, user_folder
 from moeserve.moe.streams import comm_stream
 from moeserve.ops.inputs import StepInputs
 from moeserve.runner import limits
-from moeserve.runner.base import DeviceProperties, ModelRunnerBase
+from moeserve.runner.base import ModelRunnerBase
 from moeserve.runner.dummy import dummy_plan, kernel_variants, largest_step
 from moeserve.runner.graphs import MAX_RECORDED_TOKENS
-from moeserve.runner.limits import MemoryFacts, workspace_bytes
+from moeserve.runner.limits import DeviceProperties, MemoryFacts, workspace_bytes
 from moeserve.runner.recorder import CudaRecorder
 from moeserve.runner.tables import HostRows, Tables
 

@@ -126,6 +126,19 @@ class MemoryFacts:
         return MemoryFacts(self.limit // num_ranks, self.used, self.free // num_ranks)
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceProperties:
+    """A device and its memory."""
+
+    name: str  # name for log messages
+    memory: Callable[[], MemoryFacts]  # measures the memory at each call
+    exclusive: bool  # no other programs are expected on the device
+    num_ranks: int = 1  # ranks of this server that share the device
+    # Returns the part of one of so many ranks.
+    share: Callable[[MemoryFacts, int], MemoryFacts] = MemoryFacts.shared
+    reserve: int = 0  # bytes that other processes of this server will take
+
+
 def kv_budget(memory: MemoryFacts, utilization: float, workspace: int, mapped: int = 0) -> int:
     """Return the bytes for KV blocks.
 

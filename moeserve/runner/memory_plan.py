@@ -3,12 +3,19 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
+import torch
+
+from moeserve.comm.world import World
 from moeserve.config import Config, Limits, Lossless
+from moeserve.engine.blocks import KVGroup
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.packed_cache import folder_limit
+from moeserve.models.spec import ModelSpec
+from moeserve.moe.placement.placement import Placement
+from moeserve.ops.quantized import QuantizeTo
 from moeserve.runner.fit import (
     EXPERTS_ON_DISK,
     IN_12_BITS,
@@ -18,7 +25,7 @@ from moeserve.runner.fit import (
     decide_once,
 )
 from moeserve.runner.kv_cache import block_bytes
-from moeserve.runner.limits import mib, resolve, state_memory
+from moeserve.runner.limits import DeviceProperties, MemoryFacts, mib, resolve, state_memory
 from moeserve.runner.load import LoadSetup, cache_folder, set_up_loading
 from moeserve.runner.speculation.drafters import drafter_bytes
 from moeserve.runner.weight_sizes import (
@@ -27,11 +34,34 @@ from moeserve.runner.weight_sizes import (
     quantized_params,
     weight_sizes,
 )
-
-if TYPE_CHECKING:
-    from moeserve.runner.base import ModelRunnerBase
+from moeserve.speculation import SpeculationSpec
 
 log = logging.getLogger(__name__)
+
+
+class FittedRunner(Protocol):
+    """The part of a model runner (runner/base.py) that decides how much memory its model needs."""
+
+    spec: ModelSpec
+    model_dir: Path
+    device: torch.device
+    dtype: torch.dtype
+    quantize_to: QuantizeTo | None
+    world: World
+    placement: Placement | None
+    groups: tuple[KVGroup, ...]
+    speculation: SpeculationSpec | None
+    shards_experts: bool
+    properties: DeviceProperties
+    folder: str
+
+    def kv_dtype_of(self, config: Config) -> torch.dtype: ...
+
+    def available_memory(self) -> MemoryFacts: ...
+
+    def profile_estimate(self) -> int: ...
+
+    def context_bytes(self, max_len: int) -> int: ...
 
 
 class Fitted(NamedTuple):
@@ -42,7 +72,7 @@ class Fitted(NamedTuple):
     notes: tuple[str, ...]  # what was chosen, for people
 
 
-def fitted(runner: "ModelRunnerBase", config: Config, *, again: bool = False) -> Fitted:
+def fitted(runner: FittedRunner, config: Config, *, again: bool = False) -> Fitted:
     """Set up loading for a runner, and choose settings if its model does not fit into memory.
 
     config: the settings of the user. again: earlier choices failed, because the weights cannot be
@@ -65,9 +95,7 @@ def fitted(runner: "ModelRunnerBase", config: Config, *, again: bool = False) ->
     return Fitted(config, setup, choices.notes)
 
 
-def limits_in(
-    runner: "ModelRunnerBase", config: Config, budget: int
-) -> tuple[Limits, tuple[str, ...]]:
+def limits_in(runner: FittedRunner, config: Config, budget: int) -> tuple[Limits, tuple[str, ...]]:
     """Return the limits with these settings for a budget of bytes, and notes about them.
 
     Raises DoesNotFit.
@@ -94,7 +122,7 @@ def limits_in(
 
 
 def _set_up(
-    runner: "ModelRunnerBase", config: Config, checkpoint: Checkpoint | None = None
+    runner: FittedRunner, config: Config, checkpoint: Checkpoint | None = None
 ) -> LoadSetup:
     return set_up_loading(
         spec=runner.spec,
@@ -110,7 +138,7 @@ def _set_up(
 
 
 def _memory_plan(
-    runner: "ModelRunnerBase", config: Config, setup: LoadSetup, *, can_compress: bool
+    runner: FittedRunner, config: Config, setup: LoadSetup, *, can_compress: bool
 ) -> MemoryPlan:
     return MemoryPlan(
         config=config,
@@ -126,7 +154,7 @@ def _memory_plan(
 
 
 def _alternatives(
-    runner: "ModelRunnerBase", config: Config, setup: LoadSetup, can_compress: bool
+    runner: FittedRunner, config: Config, setup: LoadSetup, can_compress: bool
 ) -> Alternatives:
     compression: Lossless = "all" if runner.spec.moe is None else "experts"
     in_12_bits = _sizes_in_12_bits(runner, setup, compression)
@@ -143,7 +171,7 @@ def _alternatives(
 
 
 def _sizes_in_12_bits(
-    runner: "ModelRunnerBase", setup: LoadSetup, compression: Lossless
+    runner: FittedRunner, setup: LoadSetup, compression: Lossless
 ) -> WeightSizes | None:
     """Return the sizes with compressed weights; None if no weight can be compressed."""
     if not setup.ops.supports_lossless:
@@ -156,7 +184,7 @@ def _sizes_in_12_bits(
     return weight_sizes(setup.described, setup.plan, ops, quantize_to)
 
 
-def _drafter_bytes(runner: "ModelRunnerBase", config: Config, setup: LoadSetup) -> int:
+def _drafter_bytes(runner: FittedRunner, config: Config, setup: LoadSetup) -> int:
     if runner.speculation is None or not runner.spec.draft_layers:
         return 0
     return drafter_bytes(
@@ -164,7 +192,7 @@ def _drafter_bytes(runner: "ModelRunnerBase", config: Config, setup: LoadSetup) 
     )
 
 
-def _int8_obstacle(runner: "ModelRunnerBase", config: Config) -> str:
+def _int8_obstacle(runner: FittedRunner, config: Config) -> str:
     if config.cache.kv_cache_dtype != "auto":
         return f"kv_cache_dtype={config.cache.kv_cache_dtype} is set"
     if config.cache.kv_cache_bytes is not None:
@@ -175,7 +203,7 @@ def _int8_obstacle(runner: "ModelRunnerBase", config: Config) -> str:
     return ""
 
 
-def _disk_obstacle(runner: "ModelRunnerBase", config: Config, setup: LoadSetup) -> str:
+def _disk_obstacle(runner: FittedRunner, config: Config, setup: LoadSetup) -> str:
     if config.model.expert_memory is not None:
         return f"expert_memory={config.model.expert_memory} is set"
     if runner.spec.moe is None:

@@ -6,6 +6,7 @@ here are those of the corresponding tokenizer.json.
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.gguf_file import read_gguf
+from moeserve.loader.gguf_vocab import end_tokens, special_id, tokens_of
 from moeserve.text.byte_bpe import CASED_WORDS_WITHOUT_HAN, CONTRACTIONS, REST_PATTERNS
 
 log = logging.getLogger(__name__)
@@ -24,13 +26,9 @@ _NORMAL = 1
 _CONTROL = 3
 _USER_DEFINED = 4
 _UNUSED = 5
-# Tokens that end an answer. llama.cpp treats them as control tokens, whatever their type is.
-_END_TOKENS = frozenset({
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
-    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<｜end▁of▁sentence｜>", "[e~[",
-})  # fmt: skip
-_GEMMA_4_MARK = "<|tool_response>"  # of a vocabulary in which </s> is text
+_SWITCHES = ("add_bos_token", "add_eos_token", "add_space_prefix")
+_SCALARS = (bool, int, float, str)
+_MAX_LETTERS = 512  # of a token of SentencePiece, whose longest tokens have 16 by default
 # Role of a fill-in-the-middle token -> names of its id, the newest first
 _FIM_KEYS = {
     "pre": ("fim_pre_token_id", "prefix_token_id"),
@@ -203,9 +201,10 @@ def read_gguf_tokenizer(path: Path) -> Backend:
     """Return the tokenizer in a GGUF file. Raise CheckpointError for an unknown kind, and for a key
     that is missing or damaged.
     """
+    metadata = dict(read_gguf(path).metadata)
     meta = {
         key.removeprefix("tokenizer.ggml."): value
-        for key, value in read_gguf(path).metadata.items()
+        for key, value in metadata.items()
         if key.startswith("tokenizer.ggml.")
     }
     kind = meta.get("model")
@@ -213,8 +212,8 @@ def read_gguf_tokenizer(path: Path) -> Backend:
     build = builders.get(str(kind))
     if build is None:
         raise _unsupported(path, "model", kind, ", ".join(builders))
-    # llama.cpp names tokens without text so, too.
-    tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(_metadata_list(path, meta, "tokens"))]
+    _metadata_list(path, meta, "tokens", of_text=True)
+    tokens = tokens_of(metadata)
     if len(set(tokens)) != len(tokens):
         raise CheckpointError(
             f"{path}: tokenizer.ggml.tokens has {len(tokens)} tokens, {len(set(tokens))} different "
@@ -222,8 +221,12 @@ def read_gguf_tokenizer(path: Path) -> Backend:
         )
     types = _token_types(path, meta, tokens)
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
+    for key in _SWITCHES:
+        if not isinstance(meta.get(key, True), bool):
+            raise _unsupported(path, key, meta[key], "true, false")
     if build is _gemma_4:
-        meta["add_bos_token"] = True  # as in llama.cpp, whatever the file says
+        # As in llama.cpp, whatever the file says
+        metadata["tokenizer.ggml.add_bos_token"] = True
     try:
         backend, adds_bos = build(path, meta, vocab, tokens)
     except CheckpointError:
@@ -237,8 +240,8 @@ def read_gguf_tokenizer(path: Path) -> Backend:
         for i, token_type in enumerate(types)
         if token_type in (_CONTROL, _USER_DEFINED)
     ])  # fmt: skip
-    bos = _added_token(meta, "bos", tokens, default=adds_bos)
-    eos = _added_token(meta, "eos", tokens, default=False)
+    bos = _added_token(metadata, "bos", tokens, default=adds_bos)
+    eos = _added_token(metadata, "eos", tokens, default=False)
     if bos or eos:
         template = (
             [f"{token}:0" for token, _ in bos] + ["$A:0"] + [f"{token}:0" for token, _ in eos]
@@ -251,8 +254,14 @@ def read_gguf_tokenizer(path: Path) -> Backend:
 
 def _token_types(path: Path, meta: Mapping[str, Any], tokens: list[str]) -> list[int]:
     """Return the type of each token, after llama.cpp's corrections."""
-    types = [int(number) for number in _metadata_list(path, meta, "token_type", len(tokens))]
-    ends = _END_TOKENS - {"</s>"} if _GEMMA_4_MARK in tokens else _END_TOKENS
+    numbers = _metadata_list(path, meta, "token_type", len(tokens))
+    if numbers.dtype.kind not in "iu":
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.token_type has numbers of type {numbers.dtype}, not integers. "
+            "Download the file again"
+        )
+    types = [int(number) for number in numbers]
+    ends = end_tokens(tokens)
     for i, token in enumerate(tokens):
         if types[i] == _NORMAL and token in ends:
             log.warning("%s: the token %r ends answers, so it is a control token", path, token)
@@ -268,7 +277,7 @@ def gguf_fim_ids(path: Path) -> dict[str, int]:
     is a key of `_FIM_KEYS`. An id that no token has is ignored, as in llama.cpp.
     """
     metadata = read_gguf(path).metadata
-    num_tokens = len(metadata.get("tokenizer.ggml.tokens") or ())
+    num_tokens = len(tokens_of(metadata))
     ids: dict[str, int] = {}
     for role, names in _FIM_KEYS.items():
         for name in names:
@@ -279,16 +288,14 @@ def gguf_fim_ids(path: Path) -> dict[str, int]:
 
 
 def _added_token(
-    meta: Mapping[str, Any], name: str, tokens: list[str], *, default: bool
+    metadata: Mapping[str, Any], name: str, tokens: list[str], *, default: bool
 ) -> list[tuple[str, int]]:
     """Return the token that is added to every text, and its id; [] if there is none.
 
     name: "bos" or "eos". default: whether the token is added if the file does not say.
     """
-    token_id = meta.get(f"{name}_token_id")
-    if not meta.get(f"add_{name}_token", default):
-        return []
-    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+    token_id = special_id(metadata, name, len(tokens))
+    if token_id is None or not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
         return []
     return [(tokens[token_id], token_id)]
 
@@ -325,6 +332,16 @@ def _sentencepiece(
     SentencePiece merges the adjacent pair whose union has the highest score.
     """
     scores = _metadata_list(path, meta, "scores", len(tokens))
+    if any(math.isnan(score) for score in scores):
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.scores has a value that is not a number. Download it again"
+        )
+    longest = max(vocab, key=len, default="")
+    if len(longest) > _MAX_LETTERS:
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.tokens has {longest[:40]!r}... of {len(longest)} letters; "
+            f"supported: up to {_MAX_LETTERS}. Download it again"
+        )
     merges = [
         (token[:i], token[i:])
         for token in sorted(vocab, key=lambda token: -scores[vocab[token]])
@@ -380,23 +397,37 @@ def _merges(path: Path, meta: Mapping[str, Any]) -> list[tuple[str, str]]:
     The first token may begin with a space, which is not the one between them.
     """
     merges = []
-    for merge in _metadata_list(path, meta, "merges"):
+    for merge in _metadata_list(path, meta, "merges", of_text=True):
         first, _, second = merge[1:].partition(" ")
         merges.append((merge[:1] + first, second))
     return merges
 
 
-def _metadata_list(path: Path, meta: Mapping[str, Any], key: str, length: int | None = None) -> Any:
-    """Return a list in the metadata.
+def _metadata_list(
+    path: Path,
+    meta: Mapping[str, Any],
+    key: str,
+    length: int | None = None,
+    *,
+    of_text: bool = False,
+) -> Any:
+    """Return a list of numbers in the metadata, or of strings.
 
-    Raise CheckpointError if it is missing, empty, or has another length, because the tokenizer
-    would then differ from the model's.
+    Raise CheckpointError if it is missing, empty, or has other values or another length, because
+    the tokenizer would then differ from the model's.
     """
     entries = meta.get(key)
     name = f"{path}: tokenizer.ggml.{key}"
-    if entries is None or len(entries) == 0:
-        state = "missing" if entries is None else "empty"
-        raise CheckpointError(f"{name} is {state}. Download the file again")
+    if entries is None:
+        raise CheckpointError(f"{name} is missing. Download the file again")
+    # Lists in a file have strings. Arrays with numbers are NumPy's.
+    if isinstance(entries, _SCALARS) or isinstance(entries, list) != of_text:
+        kind = "strings" if of_text else "numbers"
+        raise CheckpointError(
+            f"{name} is {repr(entries)[:80]}, not a list of {kind}. Download the file again"
+        )
+    if len(entries) == 0:
+        raise CheckpointError(f"{name} is empty. Download the file again")
     if length is not None and len(entries) != length:
         raise CheckpointError(
             f"{name} has {len(entries)} entries for {length} tokens. Download the file again"

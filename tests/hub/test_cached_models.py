@@ -142,6 +142,27 @@ def test_incomplete_models_and_other_repositories_are_not_listed(models: Hub, ca
     assert cached_models() == []
 
 
+def test_a_snapshot_with_several_models_hides_no_others(models: Hub, cache: Path) -> None:
+    get("o/n")
+    other = cache / "models--o--several" / "snapshots" / "x"
+    other.mkdir(parents=True)
+    for name in ("config.json", "first.gguf", "second.gguf"):
+        (other / name).write_bytes(b"GGUF")
+    names = [str(model.name) for model in cached_models()]
+    assert sorted(names) == ["o/n", "o/several@x:first", "o/several@x:second"]
+
+
+def test_a_tag_is_removed_and_what_it_shares_with_a_branch_stays(models: Hub) -> None:
+    models.repos["o/g"].revisions = ("main", "v1")
+    path = get("o/g")
+    assert get("o/g@v1") == path
+    assert removed("o/g@v1") == 0 or path.exists()
+    assert resolve_model_dir("o/g") == path
+    commit = models.repos["o/g"].commit
+    assert removed(f"o/g@{commit}") >= 2**20
+    assert not CachedRepo.named("o/g").folder.exists()
+
+
 def test_a_cache_of_huggingface_hub_with_shared_contents_is_freed(hub: Hub, cache: Path) -> None:
     """huggingface_hub 2 keeps the contents of Xet files once for all repositories."""
     from huggingface_hub.utils._shared_blobs import publish_blob_to_shared_store

@@ -51,7 +51,8 @@ def test_a_name(text: str, expected: HubName) -> None:
     "text",
     ["", "demo", "n", "/o/n", "./o/n", "../o/n", "o/..", "o/n/../m", "o/n//x", "o/n@", "o/n:",
      "o/n@a/../b", "o n/x", "o/n\0", "~/n", f"{HF}/o/n/blob/main/%2E%2E/x.gguf",
-     f"{HF}/o/n/blob/..%2F..%2Fx/y.gguf"],
+     f"{HF}/o/n/blob/..%2F..%2Fx/y.gguf", f"{HF}/o/n@%0a", f"{HF}/o/n/blob/main/%1b[31m.gguf",
+     "C:\\models\\n", "C:/models/n", "models\\n", "hf://o/n", "file:///etc/passwd"],
 )  # fmt: skip
 def test_no_name(text: str) -> None:
     assert parse_hub_name(text) is None
@@ -67,6 +68,10 @@ def test_no_name(text: str) -> None:
         (f"{HF}/datasets/o/n", "is not the address of a model"),
         (f"{HF}/o/n/discussions/3", "is not the address of a model"),
         ("https://[/o/n", "is not an address"),
+        ("https://", "is not an address of https://huggingface.co"),
+        ("https://evil/o/n", "is not an address of https://huggingface.co"),
+        ("hf.co/", "is not the address of a model"),
+        ("hf.co/o/n:", "is not the address of a model"),
     ],
 )
 def test_an_address_of_no_model_is_refused(text: str, says: str) -> None:
@@ -84,6 +89,9 @@ def test_addresses_of_another_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         parse_hub_name("https://mirror.example/o/n")
     monkeypatch.setenv("HF_ENDPOINT", "mirror.example")
     with pytest.raises(CheckpointError, match=r"HF_ENDPOINT is 'mirror.example'; expected"):
+        parse_hub_name(f"{HF}/o/n")
+    monkeypatch.setenv("HF_ENDPOINT", "http://[mirror")
+    with pytest.raises(CheckpointError, match="HF_ENDPOINT is not an address"):
         parse_hub_name(f"{HF}/o/n")
 
 

@@ -105,6 +105,9 @@ def test_the_memory_of_a_control_group(tmp_path: object) -> None:
     (group / "memory.max").write_text("max\n")
     (group.parent / "memory.max").write_text("1000\n")
     assert memory_limit(root / "fs", membership) == 1000
+    (group / "memory.high").write_text("900\n")
+    assert memory_limit(root / "fs", membership) == 900
+    (group / "memory.high").unlink()
     membership.write_text("3:cpu:/x\n4:memory:/old\n")
     old = root / "fs" / "memory" / "old"
     old.mkdir(parents=True)

@@ -199,8 +199,17 @@ def test_what_cannot_be_served(files: tuple[str, ...], text: str, says: str) -> 
 
 
 @pytest.mark.parametrize(
-    "weight_map", [None, {}, [], {"w": 1}, {"w": "../../x.safetensors"}, {"w": "a/b.safetensors"}]
+    "weight_map",
+    [
+        None,
+        {},
+        [],
+        {"w": 1},
+        {"w": "../../x.safetensors"},
+        {"w": "a/b.safetensors"},
+        {"w": "pytorch_model.bin"},
+    ],
 )
 def test_a_damaged_index_is_refused(weight_map: object) -> None:
-    with pytest.raises(CheckpointError, match="names no weight files"):
+    with pytest.raises(CheckpointError, match="does not name safetensors files"):
         indexed(weight_map, "")

@@ -250,6 +250,10 @@ def test_parts_must_be_in_their_order_and_all_there(tmp_path: Path) -> None:
     second.write_bytes(first.read_bytes() + bytes(1))
     with pytest.raises(CheckpointError, match=r"split.no is 0, but by the file's name 1"):
         read_model(first)
+    two_numbers = text(b"split.no") + ARRAY + struct.pack("<IQII", 4, 2, 1, 1)
+    second.write_bytes(padded(header(two_numbers), 1))
+    with pytest.raises(CheckpointError, match=r"split.no is array.*, but by the file's name 1"):
+        read_model(first)
     second.write_bytes(padded(header(number(b"split.no", 1)), 1) + bytes(len(whole)))
     with pytest.raises(CheckpointError, match=r"split.tensors.count is 2, but the files have 1"):
         read_model(first)

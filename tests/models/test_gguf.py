@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from moeserve.comm.world import World
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.gguf_architectures import ARCHITECTURES
-from moeserve.loader.gguf_config import _end_ids
+from moeserve.loader.gguf_vocab import end_ids, tokenizer_config
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
 from moeserve.models.mtp import mtp_load_plan, with_mtp
@@ -210,6 +211,17 @@ def test_a_split_model_is_the_whole(make_checkpoint: Any, tmp_path: Path) -> Non
             "partial_rotary_factor is 0.5; this architecture rotates the whole head",
         ),
         ({"embedding_length": 2**31}, "hidden_size is"),
+        ({"block_count": [2, 2, 2]}, r"block_count is \[2, 2, 2\]; it must be an integer"),
+        ({"attention.head_count_kv": [2] * 2**17}, f"has {2**17} values; supported: up to 65536"),
+        ({"expert_group_count": 2}, "'expert_group_used_count' of its architecture is missing"),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 2.0,
+                "rope.scaling.yarn_log_multiplier": "0.1",
+            },
+            "yarn_log_multiplier is '0.1'; it must be a number",
+        ),
     ],
 )  # fmt: skip
 def test_metadata_that_cannot_be_meant(
@@ -304,6 +316,18 @@ def test_keys_that_may_be_absent_mean_what_llama_cpp_takes(
     assert olmoe.layers[0].mixer.clip == 2.0
     rope = spec_of("qwen3_moe", **{"rope.scaling.factor": 4.0}).layers[0].mixer.rope
     assert (rope.kind, rope.factor) == ("linear", 4.0)
+    nemotron = spec_of("nemotron_h", **{"attention.layer_norm_rms_epsilon": 0.25})
+    assert nemotron.norm_eps == 0.25
+    without_factor: dict[str, Any] = {"rope.scaling.type": "yarn", "rope.scaling.factor": None}
+    for name in ("qwen3_moe", "gpt_oss"):
+        rope = spec_of(name, **without_factor).layers[0].mixer.rope
+        assert (rope.kind, rope.factor) == ("default", 1.0)
+    sliding = [
+        layer.mixer.rope.theta
+        for layer in spec_of("step3p5", **{"rope.freq_base_swa": None}).layers
+        if layer.mixer.rule.window
+    ]
+    assert set(sliding) == {10_000.0}
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "gemma4_text", "cohere2_moe"])
@@ -390,6 +414,7 @@ def test_wide_quantized_families(
         ("llama4_text", {"expert_gating_func": 1}, "expert_gating_func is 1"),
         ("phimoe", {"rope.scaling.attn_factor": None}, "rope.scaling.attn_factor is missing"),
         ("phimoe", {"rope.dimension_count": 8}, "partial_rotary_factor is 0.5"),
+        ("mimo_v2_flash", {"rope.scaling.factor": 2.0}, "rope.scaling.factor is 2.0; MiMoV2Flash"),
         ("mimo_v2_flash", {"attention.head_count_kv": 1}, "swa_num_key_value_heads is 1"),
         (
             "mimo_v2_flash",
@@ -398,6 +423,8 @@ def test_wide_quantized_families(
         ),
         ("mimo_v2_flash", {"rope.dimension_count": None}, "'rope.dimension_count' of its"),
         ("step3p5", {"swiglu_clamp_exp": [0.5] * 3}, "swiglu_clamp_exp is .*each of 4 layers"),
+        ("step3p5", {"swiglu_clamp_exp": [0.5, 0.0, -1.0, 0.0]}, "must have a number from 0"),
+        ("step3p5", {"swiglu_clamp_shexp": [math.nan] * 5}, "must have a number from 0"),
         ("step3p5", {"expert_weights_norm": False}, "expert_weights_norm is False; only True"),
         (
             "step3p5",
@@ -412,6 +439,7 @@ def test_wide_quantized_families(
         ("afmoe", {"expert_weights_norm": None}, "'expert_weights_norm' of its .* is missing"),
         ("exaone_moe", {"expert_shared_feed_forward_length": 80}, "length is 80; only 48"),
         ("cohere2_moe", {"expert_gating_func": 1}, "expert_gating_func is 1"),
+        ("cohere2_moe", {"expert_shared_count": "many"}, "expert_shared_count is 'many'"),
         ("cohere2_moe", {"attention.layer_norm_epsilon": None}, "'attention.layer_norm_epsilon'"),
         ("mellum", {"attention.sliding_window_pattern": 0}, "is 0; it must be an integer from 1"),
     ],
@@ -458,11 +486,26 @@ def test_mimo_s_head_for_drafts_is_the_checkpoint_s(tmp_path: Path) -> None:
         (["<|endoftext|>", "<|end|>", "a"], {0, 1}),  # Phi-3.5-MoE
         (["<|return|>", "<|call|>", "<|end|>"], {0, 1}),  # gpt-oss: its eos, and a call
         (["<|endoftext|>", "<|flush|>", "<|calls|>", "<|end|>"], {0, 1, 2}),  # Solar Open
+        (["<|im_end|>", "</s>", "[EOT]", "a"], {0, 1, 2}),  # of another format than its eos
+        (["<｜end▁of▁sentence｜>", "a", ""], {0}),
     ],
 )
 def test_tokens_that_end_an_answer_are_llama_cpp_s(tokens: list[str], ends: set[int]) -> None:
     metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 0}
-    assert set(_end_ids(metadata)) == ends
+    assert set(end_ids(metadata)) == ends
+
+
+def test_a_sentencepiece_vocabulary_may_omit_its_special_tokens() -> None:
+    """llama.cpp takes the ids of Llama 2's, also for an id that no token has."""
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "<end>", "a"],
+    }
+    for ids in ({}, {"tokenizer.ggml.eos_token_id": 4}):
+        assert end_ids(metadata | ids) == [2]
+    config = tokenizer_config(Path("x.gguf"), metadata)
+    assert config == {"bos_token": "<s>", "eos_token": "<end>", "unk_token": "<unk>"}
+    assert end_ids(metadata | {"tokenizer.ggml.model": "gpt2"}) == []
 
 
 def test_windows_may_follow_a_period(make_checkpoint: Any, tmp_path: Path) -> None:
@@ -477,13 +520,17 @@ def test_windows_may_follow_a_period(make_checkpoint: Any, tmp_path: Path) -> No
         assert found == full
 
 
-def test_other_architectures_are_refused_with_the_known_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", ["gemma3", ["llama", "qwen3"], [1, 2, 3]])
+def test_other_architectures_are_refused_with_the_known_ones(names: Any, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "gemma3")
+    if isinstance(names, list):
+        del writer.kv_data[0]["general.architecture"]
+        writer.add_array("general.architecture", names)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
     with pytest.raises(
         CheckpointError,
-        match=r"general.architecture is 'gemma3'; supported as GGUF: deepseek2, dots1",
+        match=r"general.architecture is .*; supported as GGUF: afmoe, bailingmoe2",
     ):
         read_model_spec(tmp_path / "x.gguf")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moeserve.blocks.feed_forward import MoE
 from moeserve.comm.world import World
 from moeserve.errors import CheckpointError
 from moeserve.models.hf_config import read_model_spec
@@ -49,6 +50,18 @@ def rewritten(file: Path, to: Path, add: dict[str, torch.Tensor], *without: str)
     writer.write_tensors_to_file(progress=False)
     writer.close()
     return to
+
+
+def test_files_without_groups_have_one(make_checkpoint: Any, tmp_path: Path) -> None:
+    """The family's own default is 8 groups, of which 4 are kept."""
+    keys = dict.fromkeys(("expert_group_count", "expert_group_used_count"))
+    _, file = written("bailing_moe", make_checkpoint, tmp_path, **keys)
+    groups = [
+        (layer.feed_forward.router.groups, layer.feed_forward.router.kept_groups)
+        for layer in read_model_spec(file).layers
+        if isinstance(layer.feed_forward, MoE)
+    ]
+    assert set(groups) == {(1, 1)}
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "kimi_k25"])

@@ -17,11 +17,16 @@ from moeserve.config import config_of
 from moeserve.errors import ConfigError
 from moeserve.kernels.attention_plan import SPLIT
 from moeserve.runner import factory
-from moeserve.runner.base import DeviceProperties
 from moeserve.runner.cpu import CPUModelRunner, allowed_cores, useful_threads
 from moeserve.runner.factory import make_runner
 from moeserve.runner.gpu import GPUModelRunner
-from moeserve.runner.limits import chunk_tokens, kv_budget, step_tokens, with_step_tokens
+from moeserve.runner.limits import (
+    DeviceProperties,
+    chunk_tokens,
+    kv_budget,
+    step_tokens,
+    with_step_tokens,
+)
 from tests.runner.harness import FakeRunner, fake_runner, spec_of
 
 

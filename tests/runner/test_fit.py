@@ -220,6 +220,21 @@ def test_a_refusal_is_not_kept(tmp_path: Path) -> None:
     assert decide_once(str(tmp_path), Choices) == Choices()
 
 
+def test_a_decision_that_was_cut_off_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data[:5])
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", cut_off)
+        with pytest.raises(OSError, match="killed"):
+            decide_once(str(tmp_path), Choices)
+    assert decide_once(str(tmp_path), Choices) == Choices()
+
+
 # A real model.
 
 

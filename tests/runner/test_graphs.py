@@ -32,10 +32,10 @@ from moeserve.ops.inputs import LayerCache, StepInputs
 from moeserve.ops.pick import pick_ops
 from moeserve.ops.quantized import quantization_of
 from moeserve.runner import base, gpu, recorder, triton_inputs
-from moeserve.runner.base import DeviceProperties
 from moeserve.runner.cpu import CPUModelRunner, host_memory
 from moeserve.runner.gpu import GPUModelRunner, RingUpload
 from moeserve.runner.graphs import GraphManager, Mode, sizes_of, sizes_up_to
+from moeserve.runner.limits import DeviceProperties
 from moeserve.runner.load import Progress
 from moeserve.runner.sampling.reference import ReferenceSampler
 from moeserve.runner.sampling.sampler import Sampler

@@ -25,10 +25,10 @@ from moeserve.blocks.rope import RopeSpec
 from moeserve.blocks.short_conv import ShortConv
 from moeserve.engine.plan import StepDecision
 from moeserve.runner import gpu, recorder
-from moeserve.runner.base import DeviceProperties
 from moeserve.runner.cpu import host_memory
 from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.gpu import GPUModelRunner, RingUpload
+from moeserve.runner.limits import DeviceProperties
 from moeserve.runner.load import Progress
 from moeserve.sampling import TokenSampling
 from tests.runner.fake_cuda import ASKS, FakeCuda, FakeTorch

@@ -5,6 +5,7 @@ SentencePiece's own rule.
 from __future__ import annotations
 
 import json
+import math
 import re
 import unicodedata
 from itertools import pairwise
@@ -346,6 +347,22 @@ def short(**changes: Any) -> dict[str, Any]:
         (short(merges=["ab"]), "no tokenizer: "),
         ({**sentencepiece(), "scores": [0.0]}, "tokenizer.ggml.scores has 1 entries"),
         ({**sentencepiece(), "token_type": None}, "tokenizer.ggml.token_type is missing"),
+        (short(tokens=5), "tokenizer.ggml.tokens is 5, not a list of strings"),
+        (short(tokens="ab"), "tokenizer.ggml.tokens is 'ab', not a list of strings"),
+        (short(token_type=["x"]), "token_type is .'x'., not a list of numbers"),
+        (short(token_type=[0.5]), "token_type has numbers of type float32, not integers"),
+        (short(merges=[1]), "tokenizer.ggml.merges is array.* not a list of strings"),
+        (short(model=[1, 2]), "tokenizer.ggml.model is array"),
+        (short(add_bos_token="no"), "add_bos_token is 'no'; supported: true, false"),
+        ({**sentencepiece(), "add_space_prefix": [1, 2]}, "add_space_prefix is array"),
+        (
+            {**sentencepiece(), "scores": [math.nan] * len(sentencepiece()["tokens"])},
+            "tokenizer.ggml.scores has a value that is not a number",
+        ),
+        (
+            {"model": "llama", "tokens": ["a" * 10**5], "token_type": [1], "scores": [0.0]},
+            "of 100000 letters; supported: up to 512",
+        ),
         ({**gemma_4(), "merges": None}, "tokenizer.ggml.merges is missing"),
         ({**gemma_4(), "merges": ["the"]}, "no tokenizer: "),
     ],
@@ -353,6 +370,24 @@ def short(**changes: Any) -> dict[str, Any]:
 def test_what_is_no_tokenizer_is_refused(values: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=says):
         read_gguf_tokenizer(write(tmp_path / "x.gguf", values))
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_an_absent_bos_is_llama_cpp_s(model: str, tmp_path: Path) -> None:
+    """SentencePiece's texts begin with token 1, unless the file says otherwise."""
+    values = sentencepiece() if model == "llama" else byte_level()
+    for key in ("bos_token_id", "add_bos_token"):
+        values.pop(key, None)
+    backend = read_gguf_tokenizer(write(tmp_path / "x.gguf", values))
+    inner = backend.encode("a fox", add_special_tokens=False).ids
+    assert backend.encode("a fox").ids == ([1, *inner] if model == "llama" else inner)
+
+
+@pytest.mark.parametrize("template", [5, [1, 2], ["a", "b"]])
+def test_a_chat_template_is_a_text(template: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "x.gguf", byte_level() | {"tokenizer.chat_template": template})
+    with pytest.raises(CheckpointError, match=r"tokenizer.chat_template is .*, not a string"):
+        ChatTemplate.load(file)
 
 
 def test_tokens_without_text_and_ends_that_are_typed_as_text(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ _RMS_NORM = "attention.layer_norm_rms_epsilon"
 
 def _config(metadata: Fields, tensors: Mapping[str, Shape]) -> dict[str, Any]:
     size = metadata.integer("expert_feed_forward_length", 1, 2**31)
-    count = metadata.values.get("expert_shared_count", 0)
+    count = 0
+    if "expert_shared_count" in metadata.values:
+        count = metadata.integer("expert_shared_count", 0, 2**31)
     metadata.only(**{SHARED_SIZE: count * size}, expert_weights_scale=1.0)
     return {
         "expert_selection_fn": "sigmoid",

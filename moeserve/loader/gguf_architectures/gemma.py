@@ -62,7 +62,8 @@ def _rotated_share(metadata: Fields) -> float:
     factors = metadata.raw(ROPE_FACTORS)
     num_rotated = factors.count(1.0) if factors else 0
     first, rest = (factors or [])[:num_rotated], (factors or [])[num_rotated:]
-    if len(first + rest) != size // 2 or set(first) != {1.0} or any(x < _UNROTATED for x in rest):
+    is_known = set(first) == {1.0} and all(x >= _UNROTATED for x in rest)  # not NaN
+    if len(first + rest) != size // 2 or not is_known:
         raise metadata.error(
             ROPE_FACTORS,
             f"it must have {size // 2} numbers: 1 for each rotated pair, then 1e30; download the "

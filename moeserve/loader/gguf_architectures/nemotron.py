@@ -15,6 +15,8 @@ from moeserve.loader.gguf_architectures import mamba2
 from moeserve.loader.gguf_layers import FULL, RECURRENT, layer_values, recurrent_layers
 
 _MAX_SIZE = 2**20
+_NORM = "attention.layer_norm_epsilon"
+_RMS_NORM = "attention.layer_norm_rms_epsilon"
 _SIZE = "feed_forward_length"
 
 
@@ -36,6 +38,8 @@ def _config(metadata: Fields, tensors: Mapping[str, Shape]) -> dict[str, Any]:
     return {
         "decays_exponentiated": True,
         "intermediate_size": max(sizes),
+        # As in llama.cpp, the other key's value is that of an MTP layer if the file has both.
+        "layer_norm_epsilon": metadata.values.get(_RMS_NORM, metadata.raw(_NORM)),
         "layer_types": None,
         "layers_block_type": kinds,
         "mamba_head_dim": inner_size // heads,
@@ -46,7 +50,7 @@ def _config(metadata: Fields, tensors: Mapping[str, Shape]) -> dict[str, Any]:
 _NEMOTRON_H = GGUFArchitecture(
     "NemotronHForCausalLM",
     keys={
-        "attention.layer_norm_epsilon": "layer_norm_epsilon",
+        _NORM: "layer_norm_epsilon",
         "moe_latent_size": "moe_latent_size",
         SHARED_SIZE: "moe_shared_expert_intermediate_size",
         "ssm.conv_kernel": "conv_kernel",
@@ -57,7 +61,7 @@ _NEMOTRON_H = GGUFArchitecture(
     required=("attention.head_count_kv", _SIZE, mamba2.HEADS, *mamba2.SIZES),
     gating=SIGMOID,
     interleaved_rope=True,
-    norm_key="attention.layer_norm_epsilon",
+    norm_key=_NORM,
     config=_config,
     other_keys=("rope.dimension_count", "ssm.inner_size"),  # there is no rotary embedding
     per_layer=("attention.head_count_kv", _SIZE),

@@ -1,5 +1,6 @@
 """Step-3.5 and the text model of Step-3.7."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from moeserve.loader.gguf_layers import (
 
 _HEADS = "attention.head_count"
 _KV_HEADS = "attention.head_count_kv"
+_SLIDING_THETA = 10_000.0  # llama.cpp's, if the file omits it
 _ROTATED = ("rope.dimension_count", "rope.dimension_count_swa")
 _LIMITS = {
     "swiglu_clamp_exp": "swiglu_limits",
@@ -41,9 +43,7 @@ def _config(metadata: Fields, tensors: Mapping[str, Shape]) -> dict[str, Any]:
     heads = values_by_type(metadata, _HEADS, types)
     if len(set(values_by_type(metadata, _KV_HEADS, types).values())) > 1:
         raise metadata.error(_KV_HEADS, "it must be the same for all layers")
-    limits = {
-        name: layer_values(metadata, key) for key, name in _LIMITS.items() if key in metadata.values
-    }
+    limits = {name: _limits(metadata, key) for key, name in _LIMITS.items()}
     return {
         "layer_types": types,
         "mlp_layer_types": mlp_layer_types(metadata, tensors),
@@ -56,6 +56,16 @@ def _config(metadata: Fields, tensors: Mapping[str, Shape]) -> dict[str, Any]:
         "rope_parameters": _rope(metadata),
         **limits,
     }
+
+
+def _limits(metadata: Fields, key: str) -> list[float] | None:
+    """Return the limit of each layer's activation, where 0 is none."""
+    if key not in metadata.values:
+        return None
+    limits = layer_values(metadata, key)
+    if not all(type(limit) in (int, float) and 0 <= limit < math.inf for limit in limits):
+        raise metadata.error(key, "it must have a number from 0 for each layer")
+    return limits
 
 
 def _rope(metadata: Fields) -> dict[str, Any]:
@@ -76,7 +86,7 @@ def _rope(metadata: Fields) -> dict[str, Any]:
             "rope_factors": factors and factors[: rotated // 4],
         },
         SLIDING: {
-            "rope_theta": metadata.values.get(SLIDING_THETA, theta),
+            "rope_theta": metadata.values.get(SLIDING_THETA, _SLIDING_THETA),
             "partial_rotary_factor": rotated_share(rotated_in_window, size),
         },
     }
