@@ -25,8 +25,8 @@ from moeserve.hub.listing import RemoteFile, Repository
 from moeserve.hub.locks import try_lock
 from moeserve.hub.memory import memory_limit
 from moeserve.hub.names import HubName, endpoint
-from moeserve.hub.progress import Meter, Report
-from moeserve.hub.select import Selection, indexed, select
+from moeserve.hub.progress import DownloadMeter, Report
+from moeserve.hub.select import FileSelection, indexed, select
 from moeserve.hub.transfer import Source, fetch, part_of, session
 from moeserve.hub.units import size_text
 
@@ -60,7 +60,7 @@ async def download(
     """
     if listing.is_offline():
         raise listing.offline(name)
-    meter = Meter(str(name), report)
+    meter = DownloadMeter(str(name), report)
     meter.show()
     repository = await listing.list_files(name)
     selection = select(repository.sizes, name, memory_limit)
@@ -89,7 +89,7 @@ class Download:
         source: Source,
         repository: Repository,
         cached: CachedRepo,
-        meter: Meter,
+        meter: DownloadMeter,
     ) -> None:
         self.snapshot = cached.folder / "snapshots" / repository.commit
         self._client = client
@@ -98,7 +98,7 @@ class Download:
         self._cached = cached
         self._meter = meter
 
-    async def run(self, selection: Selection, check: Check, *, configs_only: bool) -> None:
+    async def run(self, selection: FileSelection, check: Check, *, configs_only: bool) -> None:
         """Download the files of a selection that are missing."""
         gguf = selection.gguf
         if gguf is not None and configs_only:
@@ -116,7 +116,7 @@ class Download:
         if not configs_only:
             await self._fetch(self._weights(selection))
 
-    def _weights(self, selection: Selection) -> tuple[str, ...]:
+    def _weights(self, selection: FileSelection) -> tuple[str, ...]:
         if not selection.index:
             return selection.weights
         if self._file(selection.index).size > MAX_INDEX_BYTES:
@@ -227,7 +227,7 @@ def _name_revision(cached: CachedRepo, revision: str, commit: str) -> None:
 
 
 @asynccontextmanager
-async def _lock(cached: CachedRepo, meter: Meter) -> AsyncIterator[None]:
+async def _lock(cached: CachedRepo, meter: DownloadMeter) -> AsyncIterator[None]:
     """Wait until no other process changes this repository, and lock it."""
     while True:
         with try_lock(cached.lock_file) as is_free:

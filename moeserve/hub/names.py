@@ -22,7 +22,8 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 _HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _REPO = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _NAME = re.compile(
-    rf"(?P<repo>{_REPO})(?P<path>(?:/[\w.+-]+)*)(?:@(?P<revision>[\w.+/-]+))?(?::(?P<quant>[\w.-]+))?"
+    rf"(?P<repo>{_REPO})(?P<path>(?:/[\w.+-]+)*)"
+    r"(?:@(?P<revision>[\w.+/-]+))?(?::(?P<quant>[\w.-]+))?"
 )
 _QUANT = re.compile(r"(?P<rest>.*):(?P<quant>[\w.-]+)")
 _PAGES = ("tree", "blob", "resolve", "raw")  # of a repository, in addresses

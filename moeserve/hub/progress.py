@@ -55,7 +55,7 @@ Report = Callable[[Progress], None]
 
 
 @dataclass
-class Meter:
+class DownloadMeter:
     """Counts the bytes of a download, measures the rate, and reports both."""
 
     model: str

@@ -24,7 +24,8 @@ _CONFIGS = ("config.json", "params.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.IGNORECASE)  # a file of a split GGUF model
 _LABEL = re.compile(
-    r"(?:^|[-._/])((?:UD-)?(?:I?Q\d+(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|F(?:P)?16|F32))"
+    r"(?:^|[-._/])"
+    r"((?:UD-)?(?:I?Q\d+(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|F(?:P)?16|F32))"
     r"(?=$|[-._/])",
     re.IGNORECASE,
 )
@@ -62,7 +63,7 @@ class GGUFModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class FileSelection:
     """The files of one model."""
 
     folder: str  # in the repository, "" for its top; of safetensors
@@ -76,7 +77,7 @@ class Selection:
 
 def select(
     sizes: Mapping[str, int], name: HubName, memory: Callable[[], int] = lambda: 0
-) -> Selection:
+) -> FileSelection:
     """Return the files of the model that a name means. Raises CheckpointError.
 
     Args:
@@ -127,7 +128,7 @@ def _folder_and_file(sizes: Mapping[str, int], name: HubName) -> tuple[str, str]
     )
 
 
-def _select_safetensors(sizes: Mapping[str, int], folder: str, inside: list[str]) -> Selection:
+def _select_safetensors(sizes: Mapping[str, int], folder: str, inside: list[str]) -> FileSelection:
     texts = [
         path
         for path in inside
@@ -144,12 +145,12 @@ def _select_safetensors(sizes: Mapping[str, int], folder: str, inside: list[str]
     elif index not in sizes:
         index = ""
         weights = tuple(sorted(path for path in inside if path.endswith(".safetensors")))
-    return Selection(folder, texts=tuple(sorted(texts)), weights=weights, index=index)
+    return FileSelection(folder, texts=tuple(sorted(texts)), weights=weights, index=index)
 
 
 def _select_gguf(
     sizes: Mapping[str, int], name: HubName, model: GGUFModel, note: str = ""
-) -> Selection:
+) -> FileSelection:
     if model.num_missing:
         raise CheckpointError(
             f"{name.repo}: {model.num_missing} of the files of {model.files[0]} are missing there; "
@@ -157,7 +158,7 @@ def _select_gguf(
         )
     encoder = _encoder(sizes, model)
     encoders = (encoder,) if encoder else ()
-    return Selection(_parent(model.files[0]), gguf=model, encoders=encoders, note=note)
+    return FileSelection(_parent(model.files[0]), gguf=model, encoders=encoders, note=note)
 
 
 def _encoder(sizes: Mapping[str, int], model: GGUFModel) -> str:

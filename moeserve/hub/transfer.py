@@ -24,7 +24,7 @@ from yarl import URL
 from moeserve.errors import CheckpointError
 from moeserve.hub import listing
 from moeserve.hub.listing import RemoteFile
-from moeserve.hub.progress import Meter
+from moeserve.hub.progress import DownloadMeter
 from moeserve.hub.units import one_line, size_text
 from moeserve.version import __version__
 
@@ -83,7 +83,11 @@ def session() -> aiohttp.ClientSession:
 
 
 async def fetch(
-    client: aiohttp.ClientSession, source: Source, file: RemoteFile, blobs: Path, meter: Meter
+    client: aiohttp.ClientSession,
+    source: Source,
+    file: RemoteFile,
+    blobs: Path,
+    meter: DownloadMeter,
 ) -> None:
     """Download a file to `blobs`, under its digest. Continue what an earlier attempt has left.
 
@@ -138,7 +142,11 @@ def _given_up(source: Source, file: RemoteFile, part: Path, why: str) -> Checkpo
 
 
 async def _continue(
-    client: aiohttp.ClientSession, source: Source, file: RemoteFile, part: Path, meter: Meter
+    client: aiohttp.ClientSession,
+    source: Source,
+    file: RemoteFile,
+    part: Path,
+    meter: DownloadMeter,
 ) -> None:
     """Append what is missing to `part`, and compare it with its digest."""
     with part.open("ab+") as out:

@@ -25,7 +25,7 @@ from moeserve.loader.gguf_architecture import (
     SOFTMAX,
     GGUFArchitecture,
 )
-from moeserve.loader.gguf_architectures import ARCHITECTURES
+from moeserve.loader.gguf_architectures.registry import ARCHITECTURES
 from moeserve.loader.gguf_file import GGUFHeader, read_model
 from moeserve.loader.gguf_layers import FULL, SLIDING, num_layers, rotated_share
 from moeserve.loader.gguf_vocab import end_ids, tokenizer_config

@@ -8,7 +8,7 @@ from moeserve.errors import CheckpointError
 from moeserve.hub.cache import CachedRepo, complete_sizes, not_cached
 from moeserve.hub.memory import memory_limit
 from moeserve.hub.names import HubName, parse_hub_name
-from moeserve.hub.select import Selection, SeveralModels, select
+from moeserve.hub.select import FileSelection, SeveralModels, select
 from moeserve.loader.checkpoint import weight_files
 from moeserve.loader.files import (
     CONFIG,
@@ -97,7 +97,7 @@ def cached_model(name: HubName) -> Path | None:
         return None
 
 
-def _complete(snapshot: Path, selection: Selection) -> Path:
+def _complete(snapshot: Path, selection: FileSelection) -> Path:
     """Return the path of a model in a snapshot. Raises CheckpointError if a file is missing."""
     if selection.gguf is not None:
         return snapshot / selection.gguf.files[0]

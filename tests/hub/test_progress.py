@@ -9,7 +9,7 @@ import pytest
 
 from moeserve.hub import progress as module
 from moeserve.hub.memory import memory_limit
-from moeserve.hub.progress import Meter, Progress, TerminalProgress
+from moeserve.hub.progress import DownloadMeter, Progress, TerminalProgress
 from moeserve.hub.units import duration_text, size_text
 
 GIB = 2**30
@@ -44,7 +44,7 @@ def test_the_rate_is_that_of_the_network(monkeypatch: pytest.MonkeyPatch) -> Non
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     reports: list[Progress] = []
-    meter = Meter("o/n", reports.append, total_bytes=10_000)
+    meter = DownloadMeter("o/n", reports.append, total_bytes=10_000)
     meter.found(5_000)  # of an earlier attempt
     for _ in range(10):
         now[0] += 0.5

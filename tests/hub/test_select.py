@@ -6,7 +6,7 @@ import pytest
 
 from moeserve.errors import CheckpointError
 from moeserve.hub.names import HubName, parse_hub_name
-from moeserve.hub.select import Selection, SeveralModels, indexed, select
+from moeserve.hub.select import FileSelection, SeveralModels, indexed, select
 
 GIB = 2**30
 NAME = HubName("o/n")
@@ -22,7 +22,7 @@ def gib(**quants: int) -> dict[str, int]:
     return {f"M-{quant}.gguf": size * GIB for quant, size in quants.items()}
 
 
-def chosen(files: dict[str, int], text: str = "o/n", memory: int = 0) -> Selection:
+def chosen(files: dict[str, int], text: str = "o/n", memory: int = 0) -> FileSelection:
     name = parse_hub_name(text)
     assert name is not None
     return select(files, name, lambda: memory * GIB)

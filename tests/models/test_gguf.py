@@ -13,7 +13,7 @@ import torch
 from moeserve.comm.world import World
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.gguf_architectures import ARCHITECTURES
+from moeserve.loader.gguf_architectures.registry import ARCHITECTURES
 from moeserve.loader.gguf_vocab import end_ids, tokenizer_config
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
