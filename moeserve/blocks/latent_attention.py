@@ -97,7 +97,7 @@ class LatentAttention(Mixer):
         return misfit(self.entry, self.rank, latent=True)
 
     def cache_obstacle(self, dtype: str) -> str:
-        if dtype == "auto":
+        if dtype in ("auto", "float"):
             return ""
         return "latents (MLA) are cached in the dtype of activations only"
 

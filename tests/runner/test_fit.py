@@ -34,7 +34,7 @@ from moeserve.runner.fit import (
     decide_once,
 )
 from moeserve.runner.host_memory import share_of_host
-from moeserve.runner.limits import MemoryFacts, resolve, with_step_tokens
+from moeserve.runner.limits import MemoryFacts, check, resolve, with_step_tokens
 from moeserve.runner.weight_sizes import WeightSizes
 from tests.runner.harness import Driver, Request, greedy, spec_of
 from tests.runner.test_packed_cache import PROMPT, same
@@ -171,6 +171,14 @@ def test_choices_keep_given_settings(settings: dict[str, Any]) -> None:
         assert getattr(section, name) == value
     assert applied.model.fit == "off"
     assert Choices().apply(config_of(None)).cache.kv_cache_dtype == "float"
+
+
+def test_ranks_that_get_the_choices_take_them_with_latent_attention(make_checkpoint: Any) -> None:
+    """`float` is the dtype of activations, which is all that a cache of latents supports."""
+    spec = read_model_spec(make_checkpoint("deepseek_v3").path)
+    check(Choices().apply(config_of(None)), spec)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=int8: latents \(MLA\)"):
+        check(config_of(None, kv_cache_dtype="int8"), spec)
 
 
 def test_a_context_below_4096_is_refused_with_the_one_that_fits() -> None:
