@@ -176,6 +176,7 @@ class Download:
         for file in contents:
             is_here = file.digest not in absent or (self._cached.blobs / file.digest).exists()
             self._meter.found(file.size if is_here else _kept_bytes(self._cached.blobs, file))
+        self._meter.show()  # at once: the first bytes may be late
 
     def _check_space(self, files: Iterable[RemoteFile]) -> None:
         """Raise CheckpointError if the disk has too little space for files."""
