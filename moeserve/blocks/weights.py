@@ -126,7 +126,7 @@ class WeightPlan:
         one.
 
         tensor_prefix: the layer's prefix.
-        name: the name that blocks use. GGUF tensors have the same names (loader/gguf_config.py).
+        name: the name that blocks use. GGUF tensors have the same names (loader/gguf_tensors.py).
         """
         candidates = [
             tensor_prefix + spelling for spelling in (*self.names.spelled.get(name, ()), name)

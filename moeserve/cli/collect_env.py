@@ -133,20 +133,19 @@ def cpu(system: Path = SYSTEM) -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """Return the host's memory, the cgroup's limit if that is lower, and the free space of
+    """Return the host's memory, the limit of control groups if that is lower, and the free space of
     /dev/shm.
     """
     import psutil
 
-    limit = _read("/sys/fs/cgroup/memory.max") or _read(
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes"
-    )
+    from moeserve.actor.control_groups import memory_limit
+
+    limit = memory_limit()
     host = psutil.virtual_memory()
-    limited = limit is not None and limit.isdecimal() and int(limit) < host.total
     return {
         "total_bytes": host.total,
         "available_bytes": host.available,
-        "cgroup_limit_bytes": int(limit or 0) if limited else None,
+        "cgroup_limit_bytes": limit if limit < host.total else None,
         "shm_free_bytes": psutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
         "swap_bytes": psutil.swap_memory().total,
     }

@@ -17,13 +17,13 @@ from typing import NamedTuple
 import aiohttp
 import msgspec
 
+from moeserve.actor.control_groups import memory_limit
 from moeserve.actor.tasks import in_thread
 from moeserve.errors import CheckpointError
 from moeserve.hub import listing
 from moeserve.hub.cache import CachedRepo
 from moeserve.hub.listing import RemoteFile, Repository
 from moeserve.hub.locks import try_lock
-from moeserve.hub.memory import memory_limit
 from moeserve.hub.names import HubName, endpoint
 from moeserve.hub.progress import DownloadMeter, Report
 from moeserve.hub.select import FileSelection, indexed, select

@@ -1,6 +1,6 @@
 """Translates the metadata of GGUF files to the JSON files of Hugging Face checkpoints.
 
-llama.cpp's converters write keys such as `ARCHITECTURE.block_count`. `ARCHITECTURES` describes what
+llama.cpp's converters write keys such as `ARCHITECTURE.block_count`. gguf_architectures/ has what
 llama.cpp computes for each architecture beyond these keys. An unknown key of the architecture is
 rejected, because it may change the results.
 """
@@ -25,7 +25,7 @@ from moeserve.loader.gguf_architecture import (
     SOFTMAX,
     GGUFArchitecture,
 )
-from moeserve.loader.gguf_architectures.registry import ARCHITECTURES
+from moeserve.loader.gguf_architectures.registry import ARCHITECTURES, variants_of
 from moeserve.loader.gguf_file import GGUFHeader, read_model
 from moeserve.loader.gguf_layers import FULL, SLIDING, num_layers, rotated_share
 from moeserve.loader.gguf_vocab import end_ids, tokenizer_config
@@ -154,10 +154,11 @@ def architecture_of(headers: list[GGUFHeader]) -> tuple[GGUFArchitecture, dict[s
         # several variants, only those with sigmoid scores have a bias of the scores.
         tensor_names = (tensor.name for each in headers for tensor in each.tensors)
         is_sigmoid = any(".exp_probs_b" in tensor_name for tensor_name in tensor_names)
-    for condition, variant in ARCHITECTURES[name].items():
+    variants = variants_of(name)
+    for condition, variant in variants.items():
         if arch_meta.get(condition) or (condition == "sigmoid" and is_sigmoid):
             return variant, arch_meta
-    return ARCHITECTURES[name][""], arch_meta
+    return variants[""], arch_meta
 
 
 def _check_lengths(header: GGUFHeader, prefix: str) -> None:

@@ -3,10 +3,10 @@
 from importlib.resources import files
 from pathlib import Path
 
+from moeserve.actor.control_groups import memory_limit
 from moeserve.config import DEMO
 from moeserve.errors import CheckpointError
 from moeserve.hub.cache import CachedRepo, complete_sizes, not_cached
-from moeserve.hub.memory import memory_limit
 from moeserve.hub.names import HubName, parse_hub_name
 from moeserve.hub.select import FileSelection, SeveralModels, select
 from moeserve.loader.checkpoint import weight_files

@@ -9,19 +9,11 @@ from pathlib import Path
 import psutil
 import torch
 
+from moeserve.actor.control_groups import MEMBERSHIP, ROOT, control_groups, number, read
 from moeserve.models.spec import model_size
 from moeserve.runner.base import ModelRunnerBase
 from moeserve.runner.cores import assign_cpus, format_cpus, num_cores
-from moeserve.runner.host_memory import (
-    CGROUPS,
-    MEMBERSHIP,
-    control_groups,
-    host_memory,
-    number,
-    read,
-    share_of_host,
-    trim_heap,
-)
+from moeserve.runner.host_memory import host_memory, share_of_host, trim_heap
 from moeserve.runner.limits import DeviceProperties, MemoryFacts, workspace_bytes
 from moeserve.runner.load import Progress
 from moeserve.runner.recorder import Recorder
@@ -142,7 +134,7 @@ def useful_threads(num_active_params: int, cores: int) -> int:
     return max(1, min(cores, num_active_params // ACTIVE_PARAMS_PER_THREAD))
 
 
-def allowed_cores(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
+def allowed_cores(cgroups: Path = ROOT, membership: Path = MEMBERSHIP) -> int:
     """Return the number of physical cores in the affinity mask, limited by the CPU quota of the
     control groups (version 2), rounded up.
     """

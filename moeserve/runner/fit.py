@@ -4,8 +4,8 @@ Settings that the user has given are never changed. The others are chosen in thi
 
 1. A shorter context, of MIN_CONTEXT tokens at least. `limits.resolve` does this.
 2. Keys and values in int8.
-3. Experts on disk (`expert_memory`), with as many in memory as fit.
-4. bf16 weights in 12 bits (`lossless_compression`), with 3 if it is needed even so, or instead.
+3. bf16 weights in 12 bits (`lossless_compression`), if all of them then fit into memory.
+4. Experts on disk (`expert_memory`), with as many in memory as fit, in 12 bits if that is possible.
 
 A choice that does not help is not made. For example keys and values stay unrounded if experts have
 to be on disk anyway. What fits is decided by the same functions that later limit the KV cache, with

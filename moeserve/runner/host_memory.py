@@ -1,22 +1,27 @@
 """The memory of this machine that a rank may use: physical memory, or what control groups leave."""
 
 import ctypes
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+from moeserve.actor.control_groups import (
+    MEMBERSHIP,
+    ROOT,
+    control_groups,
+    limit_of,
+    number,
+    read,
+)
 from moeserve.runner.limits import MemoryFacts
 
-CGROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
 # Ranks by their command line, and by their name if they were forked (cluster/fork_server.py).
 _RANK_MODULES = ("moeserve.cluster.engine_main", "moeserve.cluster.tp_worker")
 _RANK_NAMES = ("moeserve-engine", "moeserve-worker")
 
 
-def host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> MemoryFacts:
+def host_memory(cgroups: Path = ROOT, membership: Path = MEMBERSHIP) -> MemoryFacts:
     """Return the memory of this process: physical memory, or less if a control group (version 1 or
     2) limits it, or a group that contains that one.
     """
@@ -24,7 +29,7 @@ def host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> Memor
     limit = host.total
     free = host.available
     for folder, is_v2 in control_groups(cgroups, membership, "memory"):
-        group_limit = _group_limit(folder, is_v2)
+        group_limit = limit_of(folder, is_v2)
         used = number(read(folder / ("memory.current" if is_v2 else "memory.usage_in_bytes")))
         if group_limit is not None and used is not None:
             # The page cache does not count as used. Its inactive and active files are both
@@ -60,39 +65,6 @@ def share_of_host(memory: MemoryFacts, num_ranks: int) -> MemoryFacts:
     held = own + sum(map(_private_bytes, _other_ranks()))
     fair = max(0, (memory.free + held) // num_ranks - own)
     return MemoryFacts(memory.limit // num_ranks, memory.used, min(memory.free, fair))
-
-
-def control_groups(root: Path, membership: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder of each control group of this process, and whether its version is 2."""
-    for line in read(membership).splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        is_v2 = controllers == ""
-        if is_v2 or controller in controllers.split(","):
-            base = root if is_v2 else root / controller
-            inner = base / path.lstrip("/")
-            yield from (
-                (folder, is_v2) for folder in (inner, *inner.parents) if folder.is_relative_to(base)
-            )
-
-
-def read(path: Path) -> str:
-    """Return the text of a file; "" if it cannot be read."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def number(text: str) -> int | None:
-    """Return the number of a control group's file; None for "max", which is no limit."""
-    return int(text) if text.strip().isdigit() else None
-
-
-def _group_limit(folder: Path, is_v2: bool) -> int | None:
-    """Return the bytes from which the kernel kills processes, or slows them down (memory.high)."""
-    names = ("memory.max", "memory.high") if is_v2 else ("memory.limit_in_bytes",)
-    limits = [limit for name in names if (limit := number(read(folder / name))) is not None]
-    return min(limits, default=None)
 
 
 def _stat(path: Path, key: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,13 @@ from moeserve.config import Config
 from moeserve.errors import Conflict
 
 
-def scaling_of(fleet: Any) -> Scaling:
+def scaling_with(propose: Callable[..., Awaitable[None]]) -> Scaling:
+    """Return the changes of a fleet that is complete, with this proposal of a placement."""
+    fleet: Any = SimpleNamespace(
+        ready=object(),
+        groups=[SimpleNamespace(complete=True)],
+        experts=SimpleNamespace(propose=propose),
+    )
     return Scaling(fleet, Config(), Inbox("front end"), None, {})
 
 
@@ -28,12 +35,7 @@ async def test_rebalancing_that_a_stop_cuts_short_is_no_failure(
         proposing.set()
         await asyncio.Event().wait()
 
-    fleet = SimpleNamespace(
-        ready=object(),
-        groups=[SimpleNamespace(complete=True)],
-        experts=SimpleNamespace(propose=propose),
-    )
-    changes = scaling_of(fleet)
+    changes = scaling_with(propose)
     looking = asyncio.create_task(changes._rebalance_if_it_pays())
     await proposing.wait()
     with caplog.at_level(logging.INFO):
@@ -52,12 +54,7 @@ async def test_a_change_waits_for_rebalancing_that_nobody_asked_for() -> None:
         proposals.append(force)
         await release.wait()
 
-    fleet = SimpleNamespace(
-        ready=object(),
-        groups=[SimpleNamespace(complete=True)],
-        experts=SimpleNamespace(propose=propose),
-    )
-    changes = scaling_of(fleet)
+    changes = scaling_with(propose)
     automatic = asyncio.create_task(changes._rebalance_if_it_pays())
     await asyncio.sleep(0)
     asked_for = asyncio.create_task(changes.rebalance())
@@ -77,12 +74,7 @@ async def test_a_change_that_waits_does_not_begin_when_the_server_stops() -> Non
         proposals.append(force)
         await asyncio.Event().wait()
 
-    fleet = SimpleNamespace(
-        ready=object(),
-        groups=[SimpleNamespace(complete=True)],
-        experts=SimpleNamespace(propose=propose),
-    )
-    changes = scaling_of(fleet)
+    changes = scaling_with(propose)
     automatic = asyncio.create_task(changes._rebalance_if_it_pays())
     await asyncio.sleep(0)
     asked_for = asyncio.create_task(changes.rebalance())
@@ -103,8 +95,7 @@ async def test_a_change_that_fails_by_a_bug_is_logged_though_its_caller_has_left
         await release.wait()
         raise ZeroDivisionError("a bug")
 
-    fleet = SimpleNamespace(ready=object(), experts=SimpleNamespace(propose=propose))
-    changes = scaling_of(fleet)
+    changes = scaling_with(propose)
     caller = asyncio.create_task(changes.rebalance())
     await asyncio.sleep(0)
     caller.cancel()

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from moeserve.hub import progress as module
-from moeserve.hub.memory import memory_limit
 from moeserve.hub.progress import DownloadMeter, Progress, TerminalProgress
 from moeserve.hub.units import duration_text, size_text
 
@@ -88,29 +87,3 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines == ["downloading o/n: Q8_0: why"]
     assert "100%" in screen.getvalue()
     assert "1.00G/1.00G" in screen.getvalue()
-
-
-def test_the_memory_of_a_control_group(tmp_path: object) -> None:
-    from pathlib import Path
-
-    import psutil
-
-    root = Path(str(tmp_path))
-    membership = root / "cgroup"
-    group = root / "fs" / "a" / "b"
-    group.mkdir(parents=True)
-    membership.write_text("0::/a/b\n")
-    total = psutil.virtual_memory().total
-    assert memory_limit(root / "fs", membership) == total
-    (group / "memory.max").write_text("max\n")
-    (group.parent / "memory.max").write_text("1000\n")
-    assert memory_limit(root / "fs", membership) == 1000
-    (group / "memory.high").write_text("900\n")
-    assert memory_limit(root / "fs", membership) == 900
-    (group / "memory.high").unlink()
-    membership.write_text("3:cpu:/x\n4:memory:/old\n")
-    old = root / "fs" / "memory" / "old"
-    old.mkdir(parents=True)
-    (old / "memory.limit_in_bytes").write_text("2000\n")
-    assert memory_limit(root / "fs", membership) == 2000
-    assert memory_limit(root / "fs", root / "none") == total

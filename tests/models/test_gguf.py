@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import gguf
@@ -12,8 +14,9 @@ import torch
 
 from moeserve.comm.world import World
 from moeserve.errors import CheckpointError
+from moeserve.loader import gguf_architectures
 from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.gguf_architectures.registry import ARCHITECTURES
+from moeserve.loader.gguf_architectures.registry import ARCHITECTURES, variants_of
 from moeserve.loader.gguf_vocab import end_ids, tokenizer_config
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
@@ -36,6 +39,18 @@ module: Any = native()
 
 def test_every_architecture_is_tested() -> None:
     assert set(FAMILIES.values()) == set(ARCHITECTURES)
+
+
+def test_the_table_has_every_architecture_of_the_modules() -> None:
+    modules = [
+        import_module(f"{gguf_architectures.__name__}.{info.name}")
+        for info in iter_modules(gguf_architectures.__path__)
+    ]
+    entries = [getattr(module, "ARCHITECTURES", {}) for module in modules]
+    described = {name for entry in entries if isinstance(entry, dict) for name in entry}
+    assert described == set(ARCHITECTURES)
+    for name in ARCHITECTURES:
+        assert "" in variants_of(name)
 
 
 # Files of Qwen3.5 have columns in another order: test_gguf_recurrent.py.

@@ -1,64 +1,53 @@
-"""The table of GGUF architectures that can be read."""
+"""The GGUF architectures that can be read, and the module of each, imported when it is needed."""
+
+from importlib import import_module
 
 from moeserve.loader.gguf_architecture import Variants
-from moeserve.loader.gguf_architectures import (
-    afmoe,
-    bailing,
-    cohere,
-    deepseek,
-    ernie,
-    exaone,
-    gemma,
-    glm,
-    gpt_oss,
-    granite,
-    hunyuan,
-    jamba,
-    kimi_linear,
-    lfm2,
-    llama,
-    llama4,
-    mellum,
-    mimo,
-    minimax,
-    mistral,
-    nemotron,
-    olmoe,
-    phi,
-    qwen,
-    qwen_next,
-    step,
-)
 
-ARCHITECTURES: dict[str, Variants] = {
-    name: variants
-    for module in (
-        afmoe,
-        bailing,
-        cohere,
-        deepseek,
-        ernie,
-        exaone,
-        gemma,
-        glm,
-        gpt_oss,
-        granite,
-        hunyuan,
-        jamba,
-        kimi_linear,
-        lfm2,
-        llama,
-        llama4,
-        mellum,
-        mimo,
-        minimax,
-        mistral,
-        nemotron,
-        olmoe,
-        phi,
-        qwen,
-        qwen_next,
-        step,
-    )
-    for name, variants in module.ARCHITECTURES.items()
+# general.architecture -> module in this package, whose ARCHITECTURES have the architecture
+_MODULES = {
+    "afmoe": "afmoe",
+    "bailingmoe2": "bailing",
+    "cohere2moe": "cohere",
+    "deepseek2": "deepseek",
+    "deepseek32": "deepseek",
+    "dots1": "deepseek",
+    "ernie4_5-moe": "ernie",
+    "exaone-moe": "exaone",
+    "gemma4": "gemma",
+    "glm-dsa": "glm",
+    "glm4moe": "glm",
+    "gpt-oss": "gpt_oss",
+    "granitehybrid": "granite",
+    "granitemoe": "granite",
+    "hunyuan-moe": "hunyuan",
+    "hy_v3": "hunyuan",
+    "jamba": "jamba",
+    "kimi-linear": "kimi_linear",
+    "lfm2moe": "lfm2",
+    "llama": "llama",
+    "llama4": "llama4",
+    "mellum": "mellum",
+    "mimo2": "mimo",
+    "minimax-m2": "minimax",
+    "mistral4": "mistral",
+    "nemotron_h": "nemotron",
+    "nemotron_h_moe": "nemotron",
+    "olmoe": "olmoe",
+    "phimoe": "phi",
+    "qwen2": "qwen",
+    "qwen2moe": "qwen",
+    "qwen3": "qwen",
+    "qwen35moe": "qwen_next",
+    "qwen3moe": "qwen",
+    "qwen3next": "qwen_next",
+    "step35": "step",
 }
+ARCHITECTURES = tuple(_MODULES)
+
+
+def variants_of(architecture: str) -> Variants:
+    """Return the variants of one of ARCHITECTURES."""
+    module = import_module(f"moeserve.loader.gguf_architectures.{_MODULES[architecture]}")
+    variants: Variants = module.ARCHITECTURES[architecture]
+    return variants
