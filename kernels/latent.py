@@ -169,7 +169,8 @@ def latent_rope_cache(
             slot_mapping_T.shape[0],
             q_THe.stride(0), kv_TC.stride(0), q_THC.stride(0), rule.scale, rule.eps,
             HEADS=heads, NOPE=nope, ROPE=rope, RANK=rank, BLOCK_H=block_h, BLOCK_N=block_n,
-            BLOCK_P=triton.next_power_of_2(rope), BLOCK_L=triton.next_power_of_2(rank), num_warps=4,
+            BLOCK_P=triton.next_power_of_2(max(rope, 1)), BLOCK_L=triton.next_power_of_2(rank),
+            num_warps=4,
         )  # fmt: skip
     return q_THn
 

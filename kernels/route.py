@@ -39,6 +39,13 @@ def _scores(logits, inside, SCORE: tl.constexpr):
         return powers / tl.sum(tl.sum(powers, 1), 0)
     if SCORE == "sigmoid":
         return tl.sigmoid(logits)
+    if SCORE == "sqrt_softplus":
+        power = tl.exp(-tl.abs(logits))
+        total = 1.0 + power
+        # log(1 + power), also where the sum rounds
+        rounds = tl.where(total == 1.0, 1.0, total - 1.0)
+        rest = tl.where(total == 1.0, power, tl.log(total) * tl.div_rn(power, rounds))
+        return tl.sqrt_rn(tl.maximum(logits, 0.0) + rest)
     return logits
 
 
@@ -72,6 +79,8 @@ def _weight(score, best_score, scores, keys, band, SCORE: tl.constexpr):
     weight = score
     if SCORE == "softmax_selected":
         weight = tl.exp(score - best_score)
+    elif SCORE == "sigmoid_selected":
+        weight = tl.sigmoid(score)
     elif SCORE == "sparsemixer":
         far = (score - scores) / tl.maximum(
             tl.abs(scores), score, propagate_nan=tl.PropagateNan.ALL

@@ -469,3 +469,4 @@ class Limits:
     num_drafts: int = 0  # maximum draft tokens per request and step; 0: no speculative decoding
     auto_drafts: bool = False  # draft fewer tokens when drafts do not pay
     draft_model: bool = False  # proposing drafts takes device time
+    diffusion_block: int = 0  # tokens that the model decodes together; 0: one after another

@@ -40,6 +40,10 @@ LATENT: Options = {
     "q_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "first_k_dense_replace": 1,
 }  # fmt: skip
+LONGCAT_KEYS = (
+    "n_routed_experts", "num_key_value_heads", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
 INDEXED: Options = {
     "index_n_heads": 16,  # with fewer, every product of some scores would be negative
     "index_head_dim": 24,
@@ -92,9 +96,90 @@ QWEN3_5: Options = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5,
                         "mrope_section": [4, 2, 2], "mrope_interleaved": True},
 }  # fmt: skip
+MINIMAX_M3: Options = {
+    "num_hidden_layers": 3, "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3,
+    "dense_intermediate_size": 80, "shared_intermediate_size": 48, "swiglu_limit": 0.7,
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "rotary_dim": 16,
+    "layer_types": [FULL, "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2,
+    "index_head_dim": 32, "index_block_size": 8, "index_topk_blocks": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+MINIMAX_01: Options = {
+    "num_hidden_layers": 3, "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3,
+    "layer_types": ["linear_attention", FULL, "linear_attention"], "full_attn_alpha_factor": 1.5,
+    "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 1.4, "linear_attn_beta_factor": 0.9,
+    "mlp_alpha_factor": 1.6, "mlp_beta_factor": 0.7,
+}  # fmt: skip
+# With few index heads, some groups would have scores of 0.
+QWEN4_EXP: Options = {
+    **QWEN3_5, "layer_types": ["linear_attention", FULL, "linear_attention", FULL],
+    "hc_count": 3, "hc_lowrank": 24, "indexer_n_heads": 16, "indexer_kv_heads": 1,
+    "indexer_head_dim": 24, "indexer_budget": 48, "indexer_compress_ratio": 4,
+    "ple_layer_ids": [1, 3], "ple_embed_dim": 48, "ngram_size": 3, "heads_per_ngram": 3,
+    "ngram_vocab_size_base": 100, "make_ngram_vocab_size_divisible_by": 16, "split_ngram_parts": 5,
+    "eos_token_id": 98,  # the test's prompt has it twice, because it ends n-grams
+}  # fmt: skip
+INKLING: Options = {
+    "num_hidden_layers": 4, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48, "n_shared_experts": 2, "head_dim": 32, "swa_head_dim": 16,
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "sliding_window_size": 40,
+    "d_rel": 8, "rel_extent": 64, "log_scaling_n_floor": 20, "route_scale": 2.0,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "logits_mup_width_multiplier": 2.0,
+}  # fmt: skip
+INKLING2: Options = {
+    **{
+        key: value for key, value in INKLING.items()
+        if key not in ("logits_mup_width_multiplier", "mlp_layer_types", "n_shared_experts")
+    },
+    "unpadded_vocab_size": 256, "n_layers_per_attn_res_block": 2, "rel_l2_clip_threshold": 2.0,
+    "qk_l2_clip_threshold": 5.0, "mlp_gate_softcap": 0.5, "mlp_up_softcap": 0.7,
+    "final_logit_softcapping": 3.0, "initializer_range": 0.08,
+}  # fmt: skip
 NEMOTRON_H: Options = {
     "head_dim": 32, "mamba_num_heads": 8, "n_groups": 4, "ssm_state_size": 24, "time_step_min": 0.3,
     "time_step_limit": [0.0, 9.0],
+}  # fmt: skip
+LING_3: Options = {
+    **{key: value for key, value in LATENT.items() if key not in ("n_routed_experts",)},
+    "num_local_experts": 8, "q_lora_rank": None, "head_dim": 12, "layer_group_size": 2,
+    "num_hidden_layers": 4, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+HY_V4: Options = {
+    **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, **INDEXED,
+    "index_topk": 48, "v_head_dim": 32, "swiglu_limit": 0.7, "hc_magnitude": 1.5, "hc_eps": 1e-3,
+    "rms_norm_eps": 1e-6,  # that of norms of latents in transformers
+}  # fmt: skip
+GLM5_NEXT: Options = {
+    **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, **INDEXED,
+    "num_hidden_layers": 3, "qk_rope_head_dim": 0, "v_head_dim": 24, "index_head_dim": 32,
+    "index_kpool": 4, "index_topk": 48, "swiglu_limit": 0.7, "hc_eps": 1e-3, "hc_sinkhorn_iters": 3,
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+    "indexer_types": ["shared", "full", "shared"], "linear_head_dim": 12, "linear_num_heads": 4,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}  # fmt: skip
+GLM5_NEXT_VL: Options = {
+    "text_config": GLM5_NEXT, "image_token_id": 250, "video_token_id": 251,
+    "vision_config": {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+        "out_hidden_size": 64, "image_size": 28, "projection_intermediate_size": 16,
+    },
+}  # fmt: skip
+DEEPSEEK_V4: Options = {
+    "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 32, "partial_rotary_factor": 0.5,
+    "q_lora_rank": 48, "o_groups": 2, "o_lora_rank": 24, "sliding_window": 24,
+    "layer_types": [
+        "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "index_n_heads": 16, "index_head_dim": 24,
+    "index_topk": 6, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+    "intermediate_size": 48, "n_shared_experts": 1, "swiglu_limit": 0.7,
+    "num_nextn_predict_layers": 0, "hc_sinkhorn_iters": 3,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+    },
 }  # fmt: skip
 # Family -> (prefix of the transformers class, options of its config besides SMALL).
 FAMILIES: dict[str, tuple[str, Options]] = {
@@ -133,6 +218,7 @@ FAMILIES: dict[str, tuple[str, Options]] = {
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "deepseek_v4": ("DeepseekV4", DEEPSEEK_V4),
     "glm_moe_dsa": (
         "GlmMoeDsa",
         {
@@ -154,10 +240,42 @@ FAMILIES: dict[str, tuple[str, Options]] = {
         },
     ),
     "mistral_large_3": ("Mistral4", MISTRAL4),
+    "mistral_large4": (
+        "MistralLarge4",
+        {
+            "text_config": {
+                **{key: value for key, value in LATENT.items() if key not in ("q_lora_rank",)},
+                **INDEXED, "num_hidden_layers": 5, "index_topk": 48, "n_group": 4, "topk_group": 2,
+                "no_rope_layers": [1, 0, 1, 0, 1], "kv_source_layers": [0, 1, 0, 1, 4],
+                "indexer_types": ["full", "shared", "full", "full", "shared"],
+                "final_logit_softcapping": 3.0, "initializer_range": 0.05,
+            },
+            "vision_config": {
+                **VISION, "model_type": "pixtral", "head_dim": 8, "patch_size": 14,
+                "image_size": 28,
+            },
+        },
+    ),
     "axk1": ("AXK1", {**LATENT, "n_group": 4, "topk_group": 2}),
     "glm4_moe": (
         "Glm4Moe",
         {**ROUTED, "attention_bias": True, "use_qk_norm": True, "head_dim": 32},
+    ),
+    "glm4v_moe": (
+        "Glm4vMoe",
+        {
+            "text_config": {
+                **ROUTED, "head_dim": 32,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                    "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]},
+            },
+            "vision_config": {
+                "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+                "out_hidden_size": 64, "image_size": 28,
+            },
+            "image_token_id": 250, "video_token_id": 251, "image_start_token_id": 252,
+            "image_end_token_id": 253, "video_start_token_id": 254, "video_end_token_id": 255,
+        },
     ),
     "bailing_moe": (
         "Glm4Moe",
@@ -167,6 +285,36 @@ FAMILIES: dict[str, tuple[str, Options]] = {
         "MiniMaxM2",
         {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16},
     ),
+    "minimax_m3_text": ("MiniMaxM3VLText", MINIMAX_M3),
+    "minimax_m3": (
+        "MiniMaxM3VL",
+        {
+            "text_config": MINIMAX_M3, "projector_hidden_size": 16,
+            "vision_config": {**VISION, "image_size": 28, "patch_size": 14},
+        },
+    ),
+    "beam": (
+        "Beam",
+        {
+            **EXPERTS, "num_hidden_layers": 4, "moe_intermediate_size": 48, "head_dim": 32,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL], "sliding_window": 40, "n_group": 4,
+            "topk_group": 2, "final_logit_softcapping": 3.0,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "rms_norm_eps": 1e-3,
+        },
+    ),
+    "inkling_text": ("InklingText", INKLING),
+    "inkling2_text": ("Inkling2Text", INKLING2),
+    "inkling2": (
+        "Inkling2",
+        {
+            "text_config": INKLING2,
+            "vision_config": {
+                **VISION, "patch_size": 4, "posemb_grid_size": 4, "projection_hidden_dim": 16,
+                "text_hidden_size": 64,
+            },
+        },
+    ),
+    "inkling": ("InklingText", {**INKLING, "vocab_size": 260, "unpadded_vocab_size": 256}),
     "gpt_oss": (
         "GptOss",
         {
@@ -188,6 +336,23 @@ FAMILIES: dict[str, tuple[str, Options]] = {
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
         {"num_hidden_layers": 3, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 48},
+    ),
+    "ernie4_5_vl_moe": (
+        "Ernie4_5_VLMoe",
+        {
+            "text_config": {
+                "num_hidden_layers": 3, "moe_num_experts": 8, "moe_k": 3,
+                "moe_intermediate_size": [48, 24],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                    "mrope_section": [2, 2, 4]},
+            },
+            "vision_config": {
+                "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+            },
+            "tie_word_embeddings": False, "image_token_id": 250, "video_token_id": 251,
+            "image_start_token_id": 252, "image_end_token_id": 253, "video_start_token_id": 254,
+            "video_end_token_id": 255,
+        },
     ),
     "hunyuan_v1_moe": (
         "HunYuanMoEV1",
@@ -283,6 +448,22 @@ FAMILIES: dict[str, tuple[str, Options]] = {
             "vision_end_token_id": 253,
         },
     ),
+    "qwen4_exp_text": (
+        "Qwen4ExpText",
+        {**QWEN4_EXP, "output_gate_type": "sigmoid", "hc_lowrank": 32},
+    ),
+    "qwen4_exp": (
+        "Qwen4Exp",
+        {
+            "text_config": QWEN4_EXP,
+            "vision_config": {
+                "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+                "out_hidden_size": 64, "num_position_embeddings": 16,
+            },
+            "image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252,
+            "vision_end_token_id": 253,
+        },
+    ),
     "kimi_linear": (
         "KimiLinear",
         {
@@ -295,6 +476,13 @@ FAMILIES: dict[str, tuple[str, Options]] = {
         },
     ),
     "granite_moe_shared": ("GraniteMoeShared", {**GRANITE, "shared_intermediate_size": 48}),
+    "granite_moe_swa": (
+        "GraniteMoeSWA",
+        {
+            **GRANITE, "num_hidden_layers": 5, "shared_intermediate_size": 48, "sliding_window": 40,
+            "layer_rope_theta": [1e4, 0, 5e5, 1e4, 0],
+        },
+    ),
     "granite_moe_hybrid": (
         "GraniteMoeHybrid",
         {
@@ -336,7 +524,11 @@ FAMILIES: dict[str, tuple[str, Options]] = {
             "prefix_dense_intermediate_size": 80, "logit_scale": 0.5,
         },
     ),
+    "glm5_next": ("Glm5Next", GLM5_NEXT_VL),
+    "glm5_next_text": ("Glm5Next", GLM5_NEXT_VL),  # see tests/published_form.py
     "hy_v3": ("HYV3", {**EXPERTS, "moe_intermediate_size": 48, "head_dim": 32}),
+    "hy_v4": ("HYV4", HY_V4),
+    "hy_v4_vl": ("HYV4", HY_V4),  # see tests/published_form.py
     "mellum": (
         "Mellum",
         {
@@ -362,12 +554,106 @@ FAMILIES: dict[str, tuple[str, Options]] = {
             "topk_group": 2,
         },
     ),
+    "bailing_hybrid": ("BailingHybrid", LING_3),
+    "bailing_moe_v3": ("BailingHybrid", {**LING_3, "num_hidden_layers": 2}),
     "jamba": (
         "Jamba",
         {
             **EXPERTS, "num_hidden_layers": 3, "attn_layer_period": 5, "attn_layer_offset": 0,
             "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8,
             "mamba_dt_rank": 6,
+        },
+    ),
+    "zaya": (
+        "Zaya",
+        {
+            "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 1, "head_dim": 16,
+            "moe_intermediate_size": 48, "router_hidden_size": 24, "lm_head_bias": True,
+            "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 40,
+            "pad_token_id": 0, "initializer_range": 0.4,  # so that some tokens get no expert
+            "rope_parameters": {
+                "hybrid": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+                "hybrid_sliding": {
+                    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                },
+            },
+        },
+    ),
+    "longcat_flash": (
+        "LongcatFlash",
+        {
+            **{key: value for key, value in LATENT.items() if key in LONGCAT_KEYS},
+            "num_hidden_layers": 4, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48,
+            "moe_topk": 3, "zero_expert_num": 4, "head_dim": 8, "routed_scaling_factor": 3.0,
+        },
+    ),
+    "jetmoe": (
+        "JetMoe",
+        {
+            "num_local_experts": 8, "num_experts_per_tok": 3, "kv_channels": 16,
+            "num_attention_heads": 6, "rms_norm_eps": 0.05,  # of the last norm alone
+        },
+    ),
+    "dbrx": (
+        "Dbrx",
+        {
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 1e4},
+            "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 3},
+            "d_model": 64,  # its class needs it before hidden_size
+        },
+    ),
+    "minimax": ("MiniMax", MINIMAX_01),
+    "minimax_text_01": ("MiniMax", MINIMAX_01),
+    "minimax_m1": ("MiniMax", MINIMAX_01),
+    "laguna": (
+        "Laguna",
+        {
+            **EXPERTS, "num_hidden_layers": 3, "moe_intermediate_size": 48, "head_dim": 32,
+            "shared_expert_intermediate_size": 40, "layer_types": [FULL, SLIDING, SLIDING],
+            "sliding_window": 40, "num_attention_heads_per_layer": [4, 6, 2],
+            "moe_routed_scaling_factor": 2.5, "moe_router_logit_softcapping": 1.5,
+            "rope_parameters": {
+                FULL: {**YARN, "partial_rotary_factor": 0.5},
+                SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            },
+        },
+    ),
+    "flint": (
+        "Flint",
+        {
+            **EXPERTS, "num_hidden_layers": 5, "moe_intermediate_size": 48, "head_dim": 32,
+            "shared_expert_intermediate_size": 40, "sliding_window": 40,
+            "layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING], "mlp_only_layers": [0],
+        },
+    ),
+    "kolibri1": (
+        "Kolibri1",
+        {
+            **EXPERTS, "num_hidden_layers": 3,
+            "moe_intermediate_size": 48, "head_dim": 32, "shared_expert_intermediate_size": 40,
+            "sliding_window": 40, "layer_types": [SLIDING, FULL, SLIDING],
+        },
+    ),
+    "lara_mini": (
+        "Flint",
+        {
+            **EXPERTS, "num_hidden_layers": 4, "moe_intermediate_size": 48, "head_dim": 32,
+            "shared_expert_intermediate_size": 40, "sliding_window": 40, "mlp_only_layers": [],
+            "layer_types": [FULL, SLIDING, FULL, FULL], "tie_word_embeddings": True,
+        },
+    ),
+    "sarvam_moe": (
+        "Glm4Moe",
+        {
+            **ROUTED, "use_qk_norm": True, "head_dim": 32,
+            "rope_parameters": {"rope_theta": 8e6, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "sarvam_mla": (
+        "DeepseekV3",
+        {
+            **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
     "qwen2": ("Qwen2", {}),
@@ -382,10 +668,22 @@ ARCHITECTURES = {
     "bailing_moe": "BailingMoeV2ForCausalLM",
     "bailing_moe_linear_v2": "BailingMoeLinearV2ForCausalLM",
     "bailing_moe_v2_5": "BailingMoeV2_5ForCausalLM",
+    "bailing_moe_v3": "BailingMoeV3ForCausalLM",
+    "glm5_next_text": "Glm5NextForCausalLM",
+    "hy_v4_vl": "HYV4VLForConditionalGeneration",
+    "inkling": "InklingForConditionalGeneration",
     "kimi_k25": "KimiK25ForConditionalGeneration",
+    "minimax_m3": "MiniMaxM3SparseForConditionalGeneration",
+    "minimax_m1": "MiniMaxM1ForCausalLM",
+    "minimax_text_01": "MiniMaxText01ForCausalLM",
+    "lara_mini": "LaraMiniForCausalLM",
     "mistral_large_3": "MistralLarge3ForCausalLM",
+    "sarvam_mla": "SarvamMLAForCausalLM",
+    "sarvam_moe": "SarvamMoEForCausalLM",
     "step3p5": "Step3p5ForCausalLM",
 }
+# The transformers class of a model, where its name is not the prefix with the usual suffix.
+MODEL_CLASSES = {"minimax_m3": "MiniMaxM3SparseForConditionalGeneration"}
 
 
 def architecture(name: str) -> str:

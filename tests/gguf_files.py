@@ -226,5 +226,9 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, np.ndarray):
+        kinds = gguf.GGUFValueType
+        kind = kinds[value.dtype.name.upper()]
+        writer.add_key_value(key, value.tolist(), kinds.ARRAY, sub_type=kind)
     elif value is not None:
         writer.add_array(key, value)

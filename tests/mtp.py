@@ -33,7 +33,27 @@ LAYER: dict[str, Options] = {
     "qwen3_5_moe": {"layer_types": ["full_attention"]},
     "qwen3_moe": {"mlp_only_layers": [0]},
     "mimo_v2_flash": {"layer_types": [SLIDING], "mlp_layer_types": ["dense"]},
+    "hy_v4": {
+        "layer_types": ["indexed_attention"],
+        "mlp_layer_types": ["sparse"],
+        "hc_mult": 1,
+        "hc_magnitude": 2.0,
+        "hc_eps": 0.0,
+    },
+    "glm5_next": {
+        "layer_types": ["indexed_attention"],
+        "mlp_layer_types": ["sparse"],
+        "hc_mult": 1,
+        "indexer_types": ["full"],
+        "hc_eps": 0.0,
+    },
+    "bailing_hybrid": {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]},
+    "qwen4_exp_text": {},  # see tests/streams_mtp.py
+    "deepseek_v4": {},  # likewise
 }
+STREAMS = ("qwen4_exp_text", "deepseek_v4")  # families whose head reads several residual streams
+# The class of that model, if it is not a ForCausalLM
+LAYER_CLASSES = {"glm5_next": "Glm5NextTextModel"}
 # Keys that config.json needs for the head, if transformers does not write them.
 KEYS: dict[str, Options] = {
     **{name: {"mtp_num_hidden_layers": 1} for name in ("qwen3_moe", "qwen3_5_moe", "qwen3_next")},
@@ -88,6 +108,11 @@ def write_mtp_checkpoint(name: str, path: Path, **overrides: Any) -> Head:
     """Write the checkpoint of a family with an MTP head."""
     import transformers
 
+    if name in STREAMS:
+        from tests.streams_mtp import write_streams_mtp_checkpoint
+
+        return write_streams_mtp_checkpoint(name, path, **overrides)
+
     checkpoint: Checkpoint = write_checkpoint(name, path, **overrides)
     target = checkpoint.reference
     options = FAMILIES[name][1]
@@ -101,9 +126,12 @@ def write_mtp_checkpoint(name: str, path: Path, **overrides: Any) -> Head:
     config = type(text_model(target).config)(**options)
     config._attn_implementation = text_model(target).config._attn_implementation
     torch.manual_seed(1)
-    one = getattr(transformers, FAMILIES[name][0] + "ForCausalLM")(config).eval()
+    class_name = FAMILIES[name][0]
+    one = getattr(transformers, LAYER_CLASSES.get(name, class_name + "ForCausalLM"))(config).eval()
     randomise(one)
-    layer = one.model
+    if config.to_dict().get("hc_mult") == 1:
+        _close_connections(one)
+    layer = getattr(one, "model", one)
     hidden_size = config.hidden_size
     norms = [copy.deepcopy(layer.norm) for _ in range(2)]
     for norm in norms:
@@ -129,6 +157,16 @@ def write_mtp_checkpoint(name: str, path: Path, **overrides: Any) -> Head:
     )
     _add_keys(path, KEYS.get(name, {}))
     return Head(path, target, layer, norms[0], norms[1], product)
+
+
+def _close_connections(model: Any) -> None:
+    """Turn hyper-connections of one stream into a plain residual stream: all weights are 1."""
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if name.endswith((".fn", ".hc_fn", ".base", ".hc_base")):
+                tensor.zero_()
+            if name.endswith((".base", ".hc_base")):
+                tensor[0] = 100.0  # of the block's input: sigmoid; of its output: 2 sigmoid
 
 
 def _add_keys(path: Path, keys: Options) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests import lightning
+from tests import lara_mini, lightning
 from tests.families import ARCHITECTURES, FULL, LIGHTNING, LLAMA3, SLIDING, SMALL, Options
 
+# Tensors of MiniMax-01 that transformers writes and its authors do not
+_DECAYS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 Tensors = dict[str, Tensor]
 Rewrite = Callable[[Options, Tensors], tuple[Options, Tensors]]
 
@@ -70,6 +72,74 @@ def _bailing_lightning(name: str) -> Rewrite:
     return published
 
 
+def _bailing_moe_v3(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """Ling 3.0: the hub's keys, of which transformers renames some."""
+    names = {
+        "linear_head_dim": "head_dim", "model_max_length": "max_position_embeddings",
+        "moe_renormalize": "norm_topk_prob", "num_expert_group": "n_group",
+        "num_experts_per_token": "num_experts_per_tok",
+    }  # fmt: skip
+    derived = ("head_dim", "layer_types", "mlp_layer_types", "linear_num_heads",
+               "linear_conv_kernel_dim")  # fmt: skip
+    config = {names.get(k, k): value for k, value in config.items() if k not in derived} | {
+        "architectures": ["BailingMoeV3ForCausalLM"], "no_kda_lora": True, "use_qk_norm": True,
+        "gated_attention_proj_granularity_type": "head_wise", "score_function": "sigmoid",
+        "moe_shared_expert_intermediate_size": 48, "moe_router_enable_expert_bias": True,
+        "router_dtype": "fp32", "use_bias": False, "use_qkv_bias": False,
+        "partial_rotary_factor": 0.5,
+    }  # fmt: skip
+    return config, tensors | {"model.layers.2.eh_proj.weight": torch.ones(2, 2)}
+
+
+def _hy_v4(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """Hy4 as transformers computes it, with the key that makes it rotate half-split pairs."""
+    return config | {"rope_interleave": False}, tensors
+
+
+def _interleaved(tensor: Tensor, heads: int) -> Tensor:
+    """Reorder the last 8 rows of each head from the half layout to adjacent pairs."""
+    rest = tensor.shape[1:]
+    by_head = tensor.view(heads, -1, *rest)
+    rotated = by_head[:, -8:].reshape(heads, 2, 4, *rest).transpose(1, 2).flatten(1, 2)
+    return torch.cat((by_head[:, :-8], rotated), 1).flatten(0, 1)
+
+
+def _hy_v4_vl(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """Hy4 as the text part of a multimodal checkpoint, with the hub's names of tensors.
+
+    transformers 5.23 lacks this class, which rotates adjacent pairs.
+    """
+    names = {
+        "hc_pre.hc_attn_layer.": "hc_attn_layer.hc_pre.", "hc_pre.hc_head.": "hc_head.",
+        "hc_pre.hc_mlp_layer.": "hc_mlp_layer.hc_pre.", "mlp.linear_gate": "mlp.gate_proj",
+        "shared_experts.linear_gate": "shared_experts.gate_proj",
+    }  # fmt: skip
+    renamed = {}
+    for name, tensor in tensors.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        heads = {"q_b_proj": 4, "kv_a_proj": 1, "wq_b": 16, "wk": 1, "k_norm": 1}
+        rotated = next((count for part, count in heads.items() if f".{part}" in name), 0)
+        renamed[name] = _interleaved(tensor, rotated) if rotated else tensor
+    others = ("model.mtp_layers.0.eh_proj.weight", "vit.embeddings.patch_embedding.bias")
+    return {
+        "architectures": ["HYV4VLForConditionalGeneration"], "model_type": "hy_v4_vl",
+        "dtype": config["dtype"], "text_config": config | {"model_type": "hy_v4_vl_text"},
+        "vision_config": {},
+    }, renamed | {name: torch.ones(2, 2) for name in others}  # fmt: skip
+
+
+def _glm5_next_text(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """GLM-5.3's text model alone."""
+    prefix = "model.language_model."
+    text = {
+        name.replace(prefix, "model."): tensor for name, tensor in tensors.items()
+        if name.startswith((prefix, "lm_head."))
+    }  # fmt: skip
+    own = {"architectures": ["Glm5NextForCausalLM"], "dtype": config["dtype"]}
+    return config["text_config"] | own, text
+
+
 def _kimi_k25(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
     """Kimi-K2 as the text part of a multimodal checkpoint."""
     config = {
@@ -79,6 +149,92 @@ def _kimi_k25(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
     }  # fmt: skip
     tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     return config, tensors | {"vision_tower.patch_embed.proj.weight": torch.ones(2, 2)}
+
+
+def _deepseek_v4(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """DeepSeek-V4's older keys, and names without a prefix. The rates of entries stay, because the
+    published ones are too large for a short prompt.
+    """
+    ratios = {
+        "sliding_attention": 0,
+        "compressed_sparse_attention": 4,
+        "heavily_compressed_attention": 128,
+    }
+    modern = (
+        "layer_types",
+        "mlp_layer_types",
+        "partial_rotary_factor",
+        "rope_parameters",
+        "intermediate_size",
+    )
+    scaling = config["rope_parameters"]["compress"]
+    num_hashed = config["mlp_layer_types"].count("hash_moe")
+    legacy = {
+        "compress_ratios": [*(ratios[kind] for kind in config["layer_types"]), 0],
+        "num_hash_layers": num_hashed,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": {
+            "type": "yarn", "factor": scaling["factor"], "beta_fast": 32, "beta_slow": 1,
+            "original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        },
+        "topk_method": "noaux_tc",
+    }  # fmt: skip
+    config = {key: value for key, value in config.items() if key not in modern} | legacy
+    renamed = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("model.").replace("embed_tokens", "embed")
+        name = name.replace("hc_head.hc_", "hc_head_").replace(".attn.norm.", ".attn.kv_norm.")
+        renamed[name] = tensor
+    return config, renamed | {"mtp.0.e_proj.weight": torch.ones(2, 2)}
+
+
+def _lara_mini(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """Lara Mini, which tests/lara_mini.py makes of Flint."""
+    kinds = [
+        "linear_attention" if i in lara_mini.DELTA_LAYERS else kind
+        for i, kind in enumerate(config["layer_types"])
+    ]
+    other = ("intermediate_size", "decoder_sparse_step", "mlp_only_layers")
+    config = {key: value for key, value in config.items() if key not in other} | {
+        "architectures": ["LaraMiniForCausalLM"], "model_type": "lara_mini", "layer_types": kinds,
+        **lara_mini.SIZES,
+    }  # fmt: skip
+    prefixes = tuple(f"model.layers.{i}.self_attn." for i in lara_mini.DELTA_LAYERS)
+    return config, {
+        name.replace("self_attn", "linear_attn") if name.startswith(prefixes) else name: tensor
+        for name, tensor in tensors.items()
+        if not name.endswith("softmax_offset")
+    }
+
+
+_SARVAM = {  # keys of Sarvam's configurations
+    "num_experts": 8, "num_shared_experts": 1, "score_function": "sigmoid", "router_dtype": "fp32",
+    "moe_router_enable_expert_bias": True,
+}  # fmt: skip
+
+
+def _sarvam_moe(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """Sarvam-30B: Ling's keys and names of tensors."""
+    _, tensors = _bailing_moe(config, tensors)
+    theta = config["rope_parameters"]["rope_theta"]
+    other = ("n_routed_experts", "n_shared_experts", "attention_bias", "rope_parameters")
+    return {key: value for key, value in config.items() if key not in other} | _SARVAM | {
+        "architectures": ["SarvamMoEForCausalLM"], "model_type": "sarvam_moe",
+        "use_qkv_bias": False, "use_bias": False, "rope_theta": theta, "rope_scaling": None,
+    }, tensors  # fmt: skip
+
+
+def _sarvam_mla(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """Sarvam-105B: DeepSeek-V3's names of tensors, and keys of its own."""
+    rope = config["rope_parameters"]
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_type", "rope_theta")}
+    other = ("n_routed_experts", "n_shared_experts", "rope_parameters")
+    return {key: value for key, value in config.items() if key not in other} | _SARVAM | {
+        "architectures": ["SarvamMLAForCausalLM"], "model_type": "sarvam_mla",
+        "head_dim": config["kv_lora_rank"] + config["qk_rope_head_dim"], "q_head_dim": 24,
+        "rope_scaling": {"type": "deepseek_yarn", **scaling}, "rope_theta": rope["rope_theta"],
+        "num_nextn_predict_layers": 0,
+    }, tensors  # fmt: skip
 
 
 def _mistral_large_3(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
@@ -204,6 +360,55 @@ def _qwen3_vl_moe(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
     }
 
 
+def _inkling(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """The text part of a multimodal checkpoint, with interleaved gates, and the hub's keys."""
+    names = {
+        "lm_head": "model.llm.unembed", "model.embed_tokens.embed_norm": "model.llm.embed_norm",
+        "model.embed_tokens": "model.llm.embed", "model.norm": "model.llm.norm",
+        "model.layers": "model.llm.layers", ".input_layernorm": ".attn_norm",
+        "post_attention_layernorm": "mlp_norm", "self_attn.": "attn.", "q_proj": "wq_du",
+        "k_proj": "wk_dv", "v_proj": "wv_dv", "r_proj": "wr_du", "o_proj": "wo_ud",
+        "sconv.conv1d": "sconv", "experts.gate_up_proj": "experts.w13_weight",
+        "shared_experts.down_proj": "shared_experts.shared_w2_weight",
+        "experts.down_proj": "experts.w2_weight", "mlp.down_proj": "mlp.w2_md",
+        "mlp.gate.e_score_correction_bias": "mlp.gate.bias",
+    }  # fmt: skip
+    renamed: Tensors = {}
+    for name, tensor in tensors.items():
+        if ".up_proj" in name:
+            continue
+        if ".gate_proj" in name:
+            both = torch.stack((tensor, tensors[name.replace("gate_proj", "up_proj")]), -2)
+            tensor = both.flatten(-3, -2)
+            name = name.replace("shared_experts.gate_proj", "shared_experts.shared_w13_weight")
+            name = name.replace("mlp.gate_proj", "mlp.w13_dn")
+        elif name.endswith("experts.gate_up_proj"):
+            tensor = torch.stack(tensor.chunk(2, 1), 2).flatten(1, 2)
+        elif name == "lm_head.weight":
+            tensor = tensor[: config["unpadded_vocab_size"]]
+        for old, new in names.items():
+            name = name.replace(old, new)
+        renamed[name] = tensor
+    text = dict(config)
+    text |= {
+        "dense_intermediate_size": text["intermediate_size"],
+        "intermediate_size": text.pop("moe_intermediate_size"),
+        "local_layer_ids": [i for i, kind in enumerate(text.pop("layer_types"))
+                            if kind == "hybrid_sliding"],
+        "dense_mlp_idx": text.pop("mlp_layer_types").count("dense"),
+        "sconv_kernel_size": text.pop("conv_kernel_size"),
+        "model_max_length": text.pop("max_position_embeddings"), "use_sconv": True,
+        "shared_expert_sink": True, "use_embed_norm": True, "use_gate_bias": True,
+    }  # fmt: skip
+    config = {
+        "architectures": ["InklingForConditionalGeneration"], "model_type": "inkling_mm_model",
+        "dtype": config["dtype"], "text_config": text, "vision_config": {}, "audio_config": {},
+        "mtp_config": {"num_nextn_predict_layers": 1},
+    }  # fmt: skip
+    others = ("model.mtp.layers.0.mlp_norm.weight", "model.visual.layers.linear_0.weight")
+    return config, renamed | {name: torch.ones(2, 2) for name in others}
+
+
 def _kimi_linear(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
     """The hub's keys for kinds of layers, and its names of dense MLPs."""
     kinds = list(enumerate(config.pop("layer_types"), 1))
@@ -220,11 +425,43 @@ def _kimi_linear(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
     }
 
 
+def _qwen4_exp(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """Qwen3.8-Flash-Next, whose layer types have another name in transformers."""
+    types = [FULL if kind == "indexed_attention" else kind for kind in config["layer_types"]]
+    return config | {"layer_types": types}, tensors
+
+
 # Family -> function that rewrites (config, tensors) as transformers writes them into the published
 # form.
+def _minimax_01(name: str) -> Rewrite:
+    """MiniMax-01 and M1: the authors' keys."""
+
+    def published(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+        factors = {
+            f"layernorm_{theirs}_{factor}": config.pop(f"{ours}_{factor}_factor")
+            for theirs, ours in (
+                ("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp")
+            )
+            for factor in ("alpha", "beta")
+        }  # fmt: skip
+        rope = config.pop("rope_parameters")
+        kinds = config.pop("layer_types")
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(_DECAYS)}
+        return config | factors | {
+            "architectures": [ARCHITECTURES[name]], "model_type": name, "postnorm": True,
+            "attn_type_list": [int(kind == FULL) for kind in kinds], "rotary_dim": 32,
+            "rope_theta": rope["rope_theta"], "shared_intermediate_size": 0,
+            "shared_moe_mode": "sigmoid",
+        }, tensors  # fmt: skip
+
+    return published
+
+
 PUBLISHED: dict[str, Rewrite] = {
     "bailing_moe": _bailing_moe,
     **{name: _bailing_lightning(name) for name in LIGHTNING},
+    "bailing_moe_v3": _bailing_moe_v3,
+    "deepseek_v4": _deepseek_v4,
     "deepseek_v3": _with_mtp(
         "eh_proj.weight enorm.weight embed_tokens.weight shared_head.head.weight", layer=3
     ),
@@ -235,15 +472,26 @@ PUBLISHED: dict[str, Rewrite] = {
         "model.mtp_block.0.input_layernorm.weight model.mtp_linear_proj.0.weight"
     ),
     "granite_moe_hybrid": _granite_moe_hybrid,
+    "glm5_next_text": _glm5_next_text,
+    "hy_v4": _hy_v4,
+    "hy_v4_vl": _hy_v4_vl,
     "kimi_k25": _kimi_k25,
+    "inkling": _inkling,
     "kimi_linear": _kimi_linear,
     "nemotron_h_dense": _nemotron_h_dense,
     "qwen3_5_moe": _with_mtp("mtp.fc.weight"),
     "qwen3_next": _with_mtp("mtp.fc.weight"),
+    "qwen4_exp": _with_mtp("mtp.fc_hidden.weight"),
+    "qwen4_exp_text": _qwen4_exp,
     "exaone_moe": _with_mtp("mtp.fc.weight mtp.layers.0.input_layernorm.weight"),
+    "lara_mini": _lara_mini,
     "mellum": _with_mtp("mtp.fc.weight"),
     "mimo_v2_flash": _mimo_v2_flash,
+    "minimax_m1": _minimax_01("minimax_m1"),
+    "minimax_text_01": _minimax_01("minimax_text_01"),
     "mistral_large_3": _mistral_large_3,
     "qwen3_vl_moe": _qwen3_vl_moe,
+    "sarvam_mla": _sarvam_mla,
+    "sarvam_moe": _sarvam_moe,
     "step3p5": _step3p5,
 }

@@ -58,20 +58,22 @@ CHANGES: dict[str, dict[str, Any]] = {
     "phimoe": {"architectures": ["PhiMoEForCausalLM"]},  # the hub's name of the class
     # transformers would translate these files to keys that the converter does not know.
     **{
-        name: {"model_type": "unknown"} for name in ("mimo_v2_flash", "nemotron_h_dense", "step3p5")
+        name: {"model_type": "unknown"}
+        for name in ("mimo_v2_flash", "nemotron_h_dense", "qwen4_exp_text", "step3p5")
     },
 }
 # Family -> fields of the specification that have other values in the converter's file
 OTHER_FIELDS = {
     **dict.fromkeys(("granite_moe_hybrid", "nemotron_h", "nemotron_h_dense"), ("max_position",)),
+    "qwen4_exp_text": ("eos_token_ids",),  # the tokenizer's, which the checkpoint lacks
     "qwen3_next": ("mtp",),  # the checkpoint has one with --mtp only
 }
 # Fields of mixers that tell how weights are stored
-STORAGE = ("decay_tensor", "inputs_by_head", "paired", "tiled")
+STORAGE = ("decay_tensor", "inputs_by_head", "paired", "shards", "tiled")
 # Converters that require layers for MTP, unless they are told that there are none
 NEED_MTP = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 # The converter moved columns of these families' weights: sums run in another order.
-REORDERED = ("qwen3_5_moe", "qwen3_5_moe_text")
+REORDERED = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp_text")
 # Mistral-Large-3 in its GGUF file. The converter reads Mistral's own format, and needs its package.
 NOT_CONVERTED = ("mistral4",)
 MOST = 1e-4  # difference of their logits

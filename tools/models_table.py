@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moeserve.blocks.attention import Attention
+from moeserve.blocks.compressed_attention import CompressedAttention
 from moeserve.blocks.feed_forward import MoE
 from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.blocks.mixer import Mixer
@@ -78,6 +79,8 @@ Terms of the column "mixers":
 - *head norms, full norms*: norms of queries and keys, in each head or over all heads together
 - *unit norms*: norms of queries and keys without weights
 - *value norm*: a norm of values, without weights
+- *one key and value*: all heads share one vector per token, which is key and value
+- *entries of 4 tokens*: each window of so many tokens also has one compressed key and value
 - *shared kv*: values are the keys before norm and rotary embedding
 - *sinks*: a learned score per head without a value (attention sink)
 - *no rotation*: no rotary embedding
@@ -89,6 +92,8 @@ Terms of the column "router":
 - *4 of 8 groups*: experts are chosen from the 4 best of 8 groups of experts
 - *renormalized*: the weights of a token's experts sum to 1
 - *softmax selected*: a softmax over the chosen experts only
+- *sigmoid selected*: experts are chosen by logits, and weighed by sigmoids of logits
+- *sqrt softplus*: the square root of log(1 + e^logit)
 - *sparsemixer*: Phi-3.5-MoE's: for each choice a softmax over the experts whose logits are near it
 - *x 2.5*: the weights are multiplied by 2.5
 
@@ -110,6 +115,7 @@ PUBLISHED: dict[str, dict[str, object]] = {
     "Gemma4ForCausalLM": _GEMMA,
     "Gemma4ForConditionalGeneration": _GEMMA,
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "Glm4vMoeForConditionalGeneration": {"head_dim": 128},
     "HunYuanMoEV1ForCausalLM": {"num_experts": 64, "moe_topk": 8, "num_key_value_heads": 8},
     "Lfm2MoeForCausalLM": {
         "layer_types": [
@@ -148,6 +154,12 @@ def _kind(mixer: Mixer) -> str:
         latent = f"latent, {mixer.num_heads} heads, rank {mixer.rank} + {mixer.rope_dim}"
         index = mixer.indexer
         return f"{latent}, {index.num_heads} index heads of {index.dim}" if index else latent
+    if isinstance(mixer, CompressedAttention):
+        kind = f"one key and value, {mixer.num_heads} heads of {mixer.head_dim}, sinks"
+        kind += f", entries of {mixer.every} tokens" if mixer.every else ""
+        if mixer.indexer:
+            kind += f", {mixer.indexer.num_heads} index heads of {mixer.indexer.dim}"
+        return kind
     if not isinstance(mixer, Attention):
         return f"{RECURRENT[type(mixer).__name__]}, {mixer.sharing}"
     options = [f"{mixer.num_heads}/{mixer.num_kv_heads} heads of {mixer.head_dim}"]
@@ -167,6 +179,9 @@ def _kind(mixer: Mixer) -> str:
 def _sees(mixer: Mixer) -> str:
     if isinstance(mixer, LatentAttention) and mixer.indexer:
         return f"{mixer.indexer.top_k} chosen tokens"
+    if isinstance(mixer, CompressedAttention):
+        entries = f" and {mixer.indexer.top_k} chosen entries" if mixer.indexer else " and entries"
+        return f"window {mixer.window}" + (entries if mixer.every else "")
     rule = mixer.rule
     if rule.tile:
         return "a state"
@@ -176,6 +191,11 @@ def _sees(mixer: Mixer) -> str:
 
 
 def _kept(mixer: Mixer) -> str:
+    if isinstance(mixer, CompressedAttention):
+        states = mixer.tiled_state(1) if mixer.every else mixer.cache(1)
+        state = sum(tensor.heads * tensor.width for tensor in states if tensor.per_tile)
+        entries = sum(part.dim for part in mixer.compressors)
+        return f"{entries} per {mixer.every} + state {state}" if mixer.every else f"state {state}"
     tensors = [tensor for tensor in mixer.cache(1) if tensor.per_tile or not mixer.rule.tile]
     return ("state " if mixer.rule.tile else "") + str(
         sum(tensor.heads * tensor.width for tensor in tensors)

@@ -50,6 +50,8 @@ class Attention(Mixer):
     # Multiply results by the sigmoid of another projection of x, with a gate per head (Step-3.5) or
     # per element (Trinity)
     gate: Literal["none", "head", "element"] = "none"
+    gate_act: Literal["sigmoid", "softplus"] = "sigmoid"  # softplus: Laguna
+    gate_bias: bool = False  # gates have a bias per head (Beam)
     gate_in_q: bool = False  # q_proj has each head's gates after its queries (Qwen3-Next)
     # Without a rotary embedding: elements that would be a rotary pair are neighbours (GGUF), not
     # half a head apart. The order decides how scores are rounded.
@@ -181,5 +183,7 @@ class Attention(Mixer):
         if self.gate != "none" and not self.gate_in_q:
             gates = results if self.gate == "element" else self.num_heads
             block.add("gate", (gates, width), "gate_proj.weight", sharded=True)
+            if self.gate_bias:
+                block.add("gate_bias", (self.num_heads,), "gate_bias", sharded=True)
         if self.sinks:
             block.add("sinks", (self.num_heads,), "sinks", sharded=True)

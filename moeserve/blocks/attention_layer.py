@@ -26,6 +26,7 @@ from moeserve.ops.attention import (
     TILE,
     padded_context,
 )
+from moeserve.ops.block_attention import queries_as_rows
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import (
     GraphBreak,
@@ -83,10 +84,19 @@ class QueryScales:
     """The factors of a `QueryScale` by position, fp32."""
 
     def __init__(self, scale: QueryScale, max_position: int, device: torch.device) -> None:
-        self._every = scale.every
         self._first = scale.first
-        steps = torch.arange((max_position + scale.first) // scale.every + 1).double()
-        self._table = (1 + scale.slope * torch.log1p(steps)).float().to(device)
+        # The positions that share a factor
+        self._every = scale.every if scale.form == "steps" else 1
+        steps = torch.arange((max_position + scale.first) // self._every + 1).double()
+        x = steps * (self._every / scale.every)
+        match scale.form:
+            case "steps":
+                factors = 1 + scale.slope * torch.log1p(x)
+            case "power":
+                factors = (1 + x) ** scale.slope
+            case "log":
+                factors = 1 + scale.slope * torch.log(x.clamp(min=1.0))
+        self._table = factors.float().to(device)
 
     def __call__(self, positions: Positions) -> Tensor:
         """Return the factors [T, 1, 1]."""
@@ -120,7 +130,10 @@ class PrepareAttention:
 
     def plan_rows(self, step: StepInputs) -> Any:
         """Return the attention metadata of a step."""
-        return self.ops.plan_attention(step.groups[self.group], step, self.shape)
+        group = step.groups[self.group]
+        if group.diffusion_block is not None:
+            group, step = queries_as_rows(group, step)
+        return self.ops.plan_attention(group, step, self.shape)
 
 
 class AttentionLayer:
@@ -171,8 +184,17 @@ class AttentionLayer:
         )
         self.qkv = build.linear(name + "qkv")  # D -> (H + G) * d + G * v, queries first
         self.out = build.columns(name + "out", build.width)
+        if spec.gate_bias and spec.gate == "element":
+            build.slots.prepare(
+                name + "gate_bias",
+                lambda bias: bias[:, None].expand(-1, spec.value_dim).flatten(),
+            )
         # D -> H or H * v
         self.gate = build.linear(name + "gate") if spec.gate != "none" else None
+        # (results, gates) -> results times the gates' activations
+        self.multiply = ops.sigmoid_mul
+        if spec.gate_act == "softplus":
+            self.multiply = partial(_softplus_mul, ops)
         self.sinks_H = build.fp32(name + "sinks") if spec.sinks else None
         self.prepare = prepare_attention(
             build, group, spec.head_shape(self.tp.size), spec.rope, dim, spec.query_scale
@@ -193,10 +215,28 @@ class AttentionLayer:
     ) -> Tensor:
         """Return the layer's output [T, D]. Writes the new keys and values to `cache` first."""
         if self.fused_call is not None:
-            y = self.fused_call(x_TD, step.rope_cache, cache, step.plan)
-            if self.tp.size == 1:
-                return y
-            return self.out(self.tp.gather_columns(y, context.channel), context)
+            return self.fused(x_TD, step.rope_cache, cache, step.plan, context)
+        return self.unfused(x_TD, step, cache, context)
+
+    def fused(
+        self,
+        x_TD: Tensor,
+        rope_cache: RopeCacheInputs,
+        cache: LayerCache,
+        plan: Any,
+        context: RowContext,
+    ) -> Tensor:
+        """Compute the layer by one call. plan: attention metadata."""
+        assert self.fused_call is not None
+        y = self.fused_call(x_TD, rope_cache, cache, plan)
+        if self.tp.size == 1:
+            return y
+        return self.out(self.tp.gather_columns(y, context.channel), context)
+
+    def unfused(
+        self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, context: RowContext
+    ) -> Tensor:
+        """Compute the layer by a call for each of its parts."""
         qkv = self.qkv(x_TD, context)
         normed = None
         if self.full_norms is not None:
@@ -208,7 +248,7 @@ class AttentionLayer:
         if self.spec.value_scale != 1.0:
             attended = attended * self.spec.value_scale
         if self.gate is not None:
-            attended = self.ops.sigmoid_mul(attended, self.gate(x_TD, context))
+            attended = self.multiply(attended, self.gate(x_TD, context))
         return self.out(self.tp.gather_columns(attended, context.channel), context)
 
     def _normalise_fully(
@@ -266,6 +306,13 @@ class AttentionLayer:
             num_bytes += gathered_bytes(tokens, all_qk_width, itemsize, tp_size)
             num_bytes += tokens * all_qk_width * 4 * FP32
         return num_bytes + item_bytes(shape, max_len, itemsize)
+
+
+def _softplus_mul(ops: Ops, x_TN: Tensor, gates_TM: Tensor) -> Tensor:
+    """Return x * softplus(gates), computed in fp32 and rounded once; see `ops.sigmoid_mul`."""
+    rows, num_gates = gates_TM.shape
+    factors = ops.softplus(gates_TM.float())
+    return (x_TN.view(rows, num_gates, -1) * factors[:, :, None]).flatten(1).to(x_TN.dtype)
 
 
 def _split_off_gates(spec: Attention, heads: Heads, build: Builder, name: str) -> None:

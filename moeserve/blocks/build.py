@@ -35,6 +35,7 @@ class Builder:
     placement: Placement
     plan_moe: Callable[[], MoEPlan]  # chooses the kernels and transport of MoE layers
     norm_shift: float = 0.0  # added to the weights of norms
+    state_group: int | None = None  # the KV group of states
     num_moe: int = 0  # MoE layers built so far
     slots: WeightSlots = field(init=False)
     _shared: dict[Any, Any] = field(default_factory=dict)  # objects that several layers share

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moeserve.blocks.weights import GGUF_EXPERTS, ExpertNames, WeightPlan
+from moeserve.blocks.weights import GGUF_EXPERTS, BlockPlan, ExpertNames, WeightPlan
 from moeserve.loader.load_plan import Index, LoadPlan, Param, Piece
 from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
@@ -62,16 +62,43 @@ class MoE:
     shared: SharedExpert | None = None
     activation: Activation = SWIGLU
     bias: bool = False  # experts have biases (gpt-oss)
+    out_bias: bool = False  # the sum of the experts has a bias (JetMoE)
     router_bias: bool = False  # the router's product has a bias
+    router_cap: float = 0.0  # router logits become cap * tanh(logit / cap); 0: unchanged (Laguna)
     expert_scale: bool = False  # a factor per expert on its routing weights
+    # The size of the vocabulary, if a table has the experts of each token id (DeepSeek-V4); 0: the
+    # router chooses them
+    hashed: int = 0
+    num_unused: int = 0  # experts that follow in the checkpoint (ERNIE-VL's for pictures)
     # A dense MLP whose output is added. MLP, router and experts have their own norms (Gemma 4).
     beside: Dense | None = None
+    # A dense MLP with the same input. The output [T, 2 * D] has that of the MLP, then that of the
+    # experts (LongCat).
+    apart: Dense | None = None
+    # The router also chooses among this many experts that return their input. They have the ids
+    # after those of the other experts (LongCat).
+    identities: int = 0
+    num_empty: int = 0  # the same with experts that return 0 (ZAYA)
+    # R: the router is an MLP of this width. Its input follows that of the block: [T, D + R] (ZAYA).
+    router_size: int = 0
+    # The last experts are shared: every token uses them, beside others, which have a choice bias.
+    # The weights of all of a token's experts are renormalized together (Inkling).
+    num_always: int = 0
+    router_factor: bool = False  # a learned factor of all routing weights (Inkling)
+
+    @property
+    def num_choices(self) -> int:
+        """The number of experts that the router chooses from."""
+        return self.num_experts + self.identities + self.num_empty
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `Dense`. Routed experts are omitted, because a step reads only the chosen ones."""
         shared = self.shared.products(width) if self.shared else []
-        beside = self.beside.products(width) if self.beside else []
-        return [(self.num_experts, width), *shared, *beside]
+        dense = self.beside or self.apart
+        beside = dense.products(width) if dense else []
+        size = self.router_size
+        router = [(self.num_choices, size), (2 * size, size)] if size else []
+        return [*(router or [(self.num_choices, width)]), *shared, *beside]
 
     def plan(self, plan: WeightPlan, param_prefix: str, tensor_prefix: str) -> None:
         """Add the router, w13 and w2 of this rank's experts, and the shared expert.
@@ -79,39 +106,69 @@ class MoE:
         See `Mixer.plan` for the arguments.
         """
         block = plan.block(param_prefix, tensor_prefix)
-        expert_shape = (self.num_experts,)
-        router_fp32 = self.router.fp32
-        block.add("router", (*expert_shape, plan.width), "mlp.gate.weight", fp32=router_fp32)
-        if self.router_bias:
-            block.add("router_bias", expert_shape, "mlp.gate.bias", fp32=router_fp32)
-        if self.router.bias:
-            name = "mlp.gate.e_score_correction_bias"
-            block.add("router_choice_bias", expert_shape, name, fp32=True)
-        if self.expert_scale:
-            block.add("expert_scale", expert_shape, "router.per_expert_scale", fp32=True)
-        if self.beside:
-            self.beside.plan(plan, param_prefix + "dense_", tensor_prefix)
-            norm_shape = (plan.width,)
-            block.add("router_norm", norm_shape, "router.scale")
-            block.add("experts_norm", norm_shape, "pre_feedforward_layernorm_2.weight")
-            block.add("dense_post_norm", norm_shape, "post_feedforward_layernorm_1.weight")
-            block.add("experts_post_norm", norm_shape, "post_feedforward_layernorm_2.weight")
+        self._plan_router(block)
+        self._plan_dense(plan, param_prefix, tensor_prefix)
         local = plan.placement.local_experts(plan.num_moe, plan.world.expert_rank)
         plan.num_moe += 1
         names = spelling(plan.names.experts, plan.present, tensor_prefix)
         plan.extend(self.plan_experts(names, tensor_prefix, local, plan.width, param_prefix))
         if not names.in_one:
-            remote = set(range(self.num_experts)) - set(local)
+            remote = set(range(self.num_experts + self.num_unused)) - set(local)
             plan.on_other_ranks.update(
                 tensor_prefix + name.format(expert)
                 for expert in remote
                 for name in (names.gate, names.up, names.down)
                 if name
             )
+        if self.out_bias:
+            block.add("experts_bias", (plan.width,), "mlp.bias")
         if self.shared:
             self.shared.plan(plan, param_prefix + "shared_", tensor_prefix, sharded=False)
             if self.shared.gated:
                 block.add("shared_gate", (1, plan.width), f"{self.shared.name}_gate.weight")
+
+    def _plan_router(self, block: BlockPlan) -> None:
+        """Add the router, its biases and its table."""
+        width = self.router_size or block.plan.width
+        expert_shape = (self.num_choices,)
+        router_fp32 = self.router.fp32
+        block.add("router", (*expert_shape, width), "mlp.gate.weight", fp32=router_fp32)
+        if self.router_bias:
+            block.add("router_bias", expert_shape, "mlp.gate.bias", fp32=router_fp32)
+        if self.router.bias:
+            name = "mlp.gate.e_score_correction_bias"
+            biased = (self.num_choices - self.num_always,)
+            block.add("router_choice_bias", biased, name, fp32=True)
+        if self.router_factor:
+            block.add("router_factor", (1,), "mlp.gate.global_scale", fp32=True)
+        if self.hashed:
+            block.pick(
+                "router_table",
+                [("mlp.gate.tid2eid", self.hashed, slice(0, self.hashed))],
+                self.top_k,
+                int64=True,
+            )
+        if self.expert_scale:
+            block.add("expert_scale", expert_shape, "router.per_expert_scale", fp32=True)
+
+        if self.router_size:
+            block.add("router_norm", (width,), "mlp.gate.router_mlp.norm.weight")
+            for param, name in (("router_first", "fc1"), ("router_second", "fc2")):
+                module = f"mlp.gate.router_mlp.{name}"
+                block.add(param, (width, width), f"{module}.weight")
+                block.add(f"{param}_bias", (width,), f"{module}.bias")
+
+    def _plan_dense(self, plan: WeightPlan, param_prefix: str, tensor_prefix: str) -> None:
+        """Add the dense MLP, if there is one."""
+        if dense := self.apart or self.beside:
+            dense.plan(plan, param_prefix + "dense_", tensor_prefix)
+        if self.beside:
+            block = plan.block(param_prefix, tensor_prefix)
+            norm_shape = (plan.width,)
+            block.add("router_norm", norm_shape, "router.scale")
+            block.add("experts_norm", norm_shape, "pre_feedforward_layernorm_2.weight")
+            block.add("dense_post_norm", norm_shape, "post_feedforward_layernorm_1.weight")
+            block.add("experts_post_norm", norm_shape, "post_feedforward_layernorm_2.weight")
 
     def plan_experts(
         self,
@@ -149,8 +206,16 @@ class MoE:
     def _pieces(self, names: ExpertNames, expert: int, width: int) -> Iterator[Piece]:
         """Yield the pieces of one expert, with `at` relative to the expert."""
         inner = self.size
+        if names.stacked:
+            yield from self._stacked_pieces(names, expert, width)
+            return
+        num_chosen = self.num_experts - self.num_always
+        if expert >= num_chosen and names.always is not None:
+            shared = replace(self, num_experts=self.num_always, num_always=0)
+            yield from shared._pieces(names.always, expert - num_chosen, width)
+            return
         # Leading dimension and index of the expert, in tensors that have all experts
-        lead: tuple[int, ...] = (self.num_experts,) if names.in_one else ()
+        lead: tuple[int, ...] = (num_chosen,) if names.in_one else ()
         take: Index = (expert,) if names.in_one else ()
         shape: tuple[int, ...]
         if self.activation.parts == 1:
@@ -183,6 +248,15 @@ class MoE:
         yield Piece(name, shape, "w2", take=take, transposed=names.transposed)
         if self.bias:
             yield Piece(names.down + "_bias", (*lead, width), "w2_bias", take=take)
+
+    def _stacked_pieces(self, names: ExpertNames, expert: int, width: int) -> Iterator[Piece]:
+        """Yield the pieces of one expert, if tensors have the rows of all experts."""
+        inner = self.size
+        shape = (self.num_experts * inner, width)
+        take: Index = (slice(expert * inner, (expert + 1) * inner),)
+        yield Piece(names.gate, shape, "w13", at=(slice(0, inner),), take=take)
+        yield Piece(names.up, shape, "w13", at=(slice(inner, 2 * inner),), take=take)
+        yield Piece(names.down, shape, "w2", take=take, transposed=True)
 
 
 def spelling(experts: Sequence[ExpertNames], present: Any, tensor_prefix: str) -> ExpertNames:

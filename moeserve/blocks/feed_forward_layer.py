@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
@@ -15,24 +16,29 @@ from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.linear import (
     FP32,
     INT64,
+    ConstantExpert,
     GatedMLP,
     SharedMLP,
+    SoftCapped,
     gathered_bytes,
     pack_gate,
 )
 from moeserve.blocks.norm import Norm
+from moeserve.blocks.router_mlp import RouterMLP
 from moeserve.blocks.weight_slots import Pack
 from moeserve.comm.tensor import ALONE
 from moeserve.moe.all2all.layout import MAX_TERMS
 from moeserve.moe.experts.base import Experts, ExpertWeights
 from moeserve.moe.layer import MoELayer, SharedExpert
 from moeserve.moe.physical import LogicalToPhysical
-from moeserve.moe.routing import Router
+from moeserve.moe.routing import HashRouter, Router, ZeroExpertRouter
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import RowContext
-from moeserve.ops.linear import LARGEST_PAD, padded_rows
+from moeserve.ops.linear import LARGEST_PAD, LinearMethod, padded_rows
 from moeserve.ops.table import Ops
 
+# The choice bias of an expert that every token uses, greater than any score.
+ALWAYS = 2.0**20
 # (x [T', D], context, micro-batch[, residual stream]) -> [T', D]. `LayerSpec` decides whether the
 # residual stream is passed.
 FeedForwardLayer = Callable[..., Any]
@@ -44,6 +50,11 @@ def build_feed_forward(spec: Dense | MoE, build: Builder, name: str) -> FeedForw
         return DenseLayer(build.gated(name, spec.size, build.tp, spec.activation))
     if spec.beside is not None:
         return build_beside(spec, spec.beside, build, name)
+    if spec.apart is not None:
+        mlp = build.gated(name + "dense_", spec.apart.size, build.tp, spec.apart.activation)
+        return DenseAndExperts(mlp, build_moe(spec, build, name))
+    if spec.router_size:
+        return StateRouted(build_moe(spec, build, name), build.width)
     return build_moe(spec, build, name)
 
 
@@ -74,6 +85,9 @@ def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
         partial(_put_experts, experts),
     )
     shared: SharedExpert | None = None
+    if spec.out_bias:
+        assert spec.shared is None, spec
+        shared = ConstantExpert(build.slots.load((name + "experts_bias",), lambda ops, bias: bias))
     if spec.shared:
         # Not sharded over ranks: each computes the shared expert for its own tokens.
         mlp = build.gated(name + "shared_", spec.shared.size, ALONE, spec.shared.activation)
@@ -103,6 +117,35 @@ class DenseLayer:
     def __call__(self, x_TD: Tensor, context: RowContext, ubatch: UBatch) -> Tensor:
         """Return the block's output [T, D]."""
         return self.mlp(x_TD, context)
+
+
+@dataclass(eq=False)
+class StateRouted:
+    """Experts, and a router with an input of its own (ZAYA)."""
+
+    moe: MoELayer
+    width: int  # D
+
+    def __call__(self, x_TN: Tensor, context: RowContext, ubatch: UBatch) -> Tensor:
+        """Return the block's output [T, D].
+
+        x_TN: the input of the experts, then that of the router, [T, D + R].
+        """
+        x_TD = x_TN[:, : self.width].contiguous()
+        return self.moe(x_TD, context, ubatch, x_TN[:, self.width :].contiguous())
+
+
+@dataclass(eq=False)
+class DenseAndExperts:
+    """A dense MLP and experts with the same input and separate outputs (LongCat)."""
+
+    mlp: GatedMLP
+    moe: MoELayer
+
+    def __call__(self, x_TD: Tensor, context: RowContext, ubatch: UBatch) -> Tensor:
+        """Return the output of the MLP, then that of the experts, [T, 2 * D]."""
+        routed_TD = self.moe(x_TD, context, ubatch)
+        return torch.cat((self.mlp(x_TD, context), routed_TD), 1)
 
 
 @dataclass(eq=False)
@@ -148,9 +191,43 @@ def build_beside(spec: MoE, dense: Dense, build: Builder, name: str) -> DenseBes
 def build_router(spec: MoE, build: Builder, name: str) -> Router:
     """Build the router of an MoE block. name: prefix of its parameters."""
     rule = spec.router
-    bias_E = build.fp32(name + "router_choice_bias") if rule.bias else None
+    bias_E = None
+    if rule.bias:
+        bias_E = build.fp32(
+            name + "router_choice_bias",
+            lambda bias: torch.nn.functional.pad(bias, (0, spec.num_always), value=ALWAYS),
+        )
     scale_E = build.fp32(name + "expert_scale") if spec.expert_scale else None
-    return Router(build.linear(name + "router"), spec.top_k, rule, build.ops, bias_E, scale_E)
+    if spec.router_factor:
+        scale_E = build.fp32(name + "router_factor", lambda factor: factor.repeat(spec.num_experts))
+    gate = _build_gate(spec, build, name)
+    if spec.hashed:
+        table_VK = build.slots.load((name + "router_table",), lambda ops, ids: ids.long())
+        return HashRouter(gate, spec.top_k, rule, build.ops, experts_VK=table_VK)
+    if spec.num_choices > spec.num_experts:
+        assert not (spec.identities and spec.num_empty), spec
+        return ZeroExpertRouter(
+            gate,
+            spec.top_k,
+            rule,
+            build.ops,
+            bias_E,
+            scale_E,
+            num_experts=spec.num_experts,
+            returns_input=spec.identities > 0,
+        )
+    return Router(gate, spec.top_k, rule, build.ops, bias_E, scale_E)
+
+
+def _build_gate(spec: MoE, build: Builder, name: str) -> LinearMethod:
+    """Build what computes the router's logits."""
+    gate: LinearMethod = build.linear(name + "router")
+    if spec.router_size:
+        first = build.linear(name + "router_first")
+        second = build.linear(name + "router_second")
+        norm_R = build.norm(name + "router_norm")
+        gate = RouterMLP(build.ops, norm_R, build.eps, first, second, gate)
+    return SoftCapped(gate, spec.router_cap, build.ops) if spec.router_cap else gate
 
 
 def dense_workspace(inner: int, width: int, tokens: int, itemsize: int, tp_size: int) -> int:
@@ -162,7 +239,8 @@ def dense_workspace(inner: int, width: int, tokens: int, itemsize: int, tp_size:
 
 def moe_workspace(spec: MoE, width: int, tokens: int, itemsize: int, tp_size: int) -> int:
     """Return an upper bound of the bytes of an MoE block; see `feed_forward_workspace`."""
-    dense_size = max(block.size for block in (spec.shared, spec.beside, Dense(size=0)) if block)
+    dense_blocks = (spec.shared, spec.beside, spec.apart, Dense(size=0))
+    dense_size = max(block.size for block in dense_blocks if block)
     # A dense MLP or shared expert, as in `dense_workspace`.
     dense = tokens * (4 * dense_size + 2 * width) * itemsize
     own = padded_rows(-(-tokens // tp_size), LARGEST_PAD)  # tokens that this rank sends to experts
@@ -172,7 +250,7 @@ def moe_workspace(spec: MoE, width: int, tokens: int, itemsize: int, tp_size: in
     # One expert, if all tokens choose the same one: as in `dense_workspace`.
     expert = own * (4 * spec.size + 2 * width) * itemsize
     # The router's logits, two fp32 copies, and three index arrays.
-    scores = tokens * spec.num_experts * (itemsize + 2 * FP32 + 3 * INT64)
+    scores = tokens * spec.num_choices * (itemsize + 2 * FP32 + 3 * INT64)
     # Terms of the sums over a token's experts: as received, and two fp32 copies. Then the sums.
     combine = MAX_TERMS * (itemsize + 2 * FP32) + own * width * itemsize
     return (

@@ -7,6 +7,8 @@ Source: arXiv 2412.06464.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
 
 from moeserve.blocks.mixer import CacheTensor, RecurrentMixer, conv_cache, recurrence_cache
 from moeserve.blocks.weights import WeightPlan
@@ -27,11 +29,13 @@ class GatedDelta(RecurrentMixer):
     conv: int  # K
     # The checkpoint has in_proj_qkvz, grouped by query head (Qwen3-Next), and not in_proj_qkv and
     # in_proj_z (Qwen3.5).
-    inputs_by_head: bool
-    gates_by_head: bool  # the same for in_proj_ba, and in_proj_b and in_proj_a
+    inputs_by_head: bool = False
+    gates_by_head: bool = False  # the same for in_proj_ba, and in_proj_b and in_proj_a
+    inputs_in_one: bool = False  # in_proj has the rows of in_proj_qkv, _z, _b and _a (Lara)
     # Value heads h, h + G, h + 2G, ... of the checkpoint use query head h (GGUF's Qwen3.5). False:
     # the value heads of a query head are adjacent.
     tiled: bool = False
+    output_gate: Literal["silu", "sigmoid"] = "silu"  # activation of output gates
 
     def local(self, tp_size: int) -> tuple[int, int, int, int]:
         """Return a rank's query heads, value heads, width of queries plus keys, width of values."""
@@ -75,31 +79,46 @@ class GatedDelta(RecurrentMixer):
         keys = plan.rows(qk)
         queries_and_keys = [keys, slice(qk + keys.start, qk + keys.stop)]
 
-        def values(name: str, width: int, total: int, first: int = 0) -> list[Source]:
+        def values(width: int, name: str, total: int, first: int = 0) -> list[Source]:
             """Return sources for `pick`: rows of value heads, `width` each, from row `first`."""
             return [(name, total, rows) for rows in self._value_rows(plan, width, first)]
 
-        def convolved(name: str) -> list[Source]:
-            """Return sources for `pick`: rows of queries, keys and values."""
-            total = 2 * qk + v
+        def convolved(name: str, total: int) -> list[Source]:
+            """Return sources for `pick`: rows of queries, keys and values, the first ones."""
             parts = [(name, total, rows) for rows in queries_and_keys]
-            return [*parts, *values(name, self.v_dim, total, first=2 * qk)]
+            return [*parts, *values(self.v_dim, name, total, first=2 * qk)]
 
+        inputs = self._input_rows()
         if self.inputs_by_head:
             block.add("in", (2 * (qk + v), plan.width), "in_proj_qkvz.weight", sharded=True)
         else:
-            output_gates = values("in_proj_z.weight", self.v_dim, v)
-            block.pick("in", [*convolved("in_proj_qkv.weight"), *output_gates], plan.width)
+            name, total, _ = inputs["qkv"]
+            output_gates = values(self.v_dim, *inputs["z"])
+            block.pick("in", [*convolved(name, total), *output_gates], plan.width)
         if self.gates_by_head:
             block.add("gates", (2 * heads, plan.width), "in_proj_ba.weight", sharded=True)
         else:
-            gates = [part for x in "ba" for part in values(f"in_proj_{x}.weight", 1, heads)]
+            gates = [part for x in "ba" for part in values(1, *inputs[x])]
             block.pick("gates", gates, plan.width)
-        block.pick("conv", convolved("conv1d.weight"), 1, self.conv, fp32=True)
-        block.pick("decay", values(self.decay_tensor, 1, heads), fp32=True)
-        block.pick("dt_bias", values("dt_bias", 1, heads), fp32=True)
+        block.pick("conv", convolved("conv1d.weight", 2 * qk + v), 1, self.conv, fp32=True)
+        block.pick("decay", values(1, self.decay_tensor, heads), fp32=True)
+        block.pick("dt_bias", values(1, "dt_bias", heads), fp32=True)
         block.add("norm", (self.v_dim,), "norm.weight")
         block.add("out", (plan.width, v), "out_proj.weight", sharded=True)
+
+    def _input_rows(self) -> dict[str, tuple[str, int, int]]:
+        """Return (tensor, number of its rows, first row) of each part of the inputs."""
+        heads = self.num_v_heads
+        v = heads * self.v_dim
+        sizes = {"qkv": 2 * self.num_k_heads * self.k_dim + v, "z": v, "b": heads, "a": heads}
+        if not self.inputs_in_one:
+            return {part: (f"in_proj_{part}.weight", size, 0) for part, size in sizes.items()}
+        starts = accumulate(sizes.values(), initial=0)
+        total = sum(sizes.values())
+        return {
+            part: ("in_proj.weight", total, first)
+            for part, first in zip(sizes, starts, strict=False)
+        }
 
     def _value_rows(self, plan: WeightPlan, width: int, first: int) -> list[slice]:
         """Return the rows of this rank's value heads, `width` each, sorted by query head.

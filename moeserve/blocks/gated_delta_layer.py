@@ -57,7 +57,11 @@ class GatedDeltaLayer(RecurrentLayer):
             self.out_order = columns.view(-1, spec.v_dim)[places.argsort()].flatten()
         self._fused_call = None  # computes the whole layer, if the kernels have such a call
         out = self.out.part if self.tp.size == 1 else None
-        if self.ops.recurrent_block is not None and can_fuse(self.inputs, self.gates, out):
+        if (
+            self.ops.recurrent_block is not None
+            and spec.output_gate == "silu"
+            and can_fuse(self.inputs, self.gates, out)
+        ):
             rule = RecurrentRule(
                 keys, values, self.conv_CK, None, self.decay_H, self.dt_bias_H, self.norm_v,
                 self.eps,
@@ -91,10 +95,12 @@ class GatedDeltaLayer(RecurrentLayer):
         ]
         o_THv = ops.recurrence(q_TGd, k_TGd, v_THv, log_decay_TH1, beta_TH, cache[2:], step)
         normed = ops.rms_norm(o_THv.view(-1, spec.v_dim), self.norm_v, self.eps).view(-1, v)
-        gated = ops.act_mul(torch.cat((projected[:, qk + v :].float(), normed), 1), SWIGLU).to(
-            x_TD.dtype
-        )
-        return self.project_back(gated, context)
+        output_gates = projected[:, qk + v :].float()
+        if spec.output_gate == "sigmoid":
+            gated = ops.sigmoid_mul(normed, output_gates)
+        else:
+            gated = ops.act_mul(torch.cat((output_gates, normed), 1), SWIGLU)
+        return self.project_back(gated.to(x_TD.dtype), context)
 
     @staticmethod
     def workspace(

@@ -20,8 +20,15 @@ class Indexer:
     dim: int  # d
     top_k: int
     interleaved: bool = False  # rotary pairs are adjacent elements (GLM-5)
+    rotates_last: bool = False  # the last elements of a head are rotated, not the first (Hy4)
+    eps: float = 1e-6  # of the norm of keys
     # Use the selection of the nearest earlier layer with its own indexer, and compute none.
     shared: bool = False
+
+    @property
+    def read_width(self) -> int:
+        """The number of elements that a query reads per position of its context."""
+        return self.dim
 
     def cache(self) -> tuple[CacheTensor, ...]:
         """Return the tensors of a layer's cache in addition to the latents."""

@@ -33,8 +33,6 @@ from moeserve.ops.selected import (
 )
 from moeserve.ops.table import Ops
 
-EPS = 1e-6  # epsilon of the norm of keys
-
 
 @dataclass(slots=True, eq=False)
 class SelectedRows:
@@ -96,20 +94,30 @@ def prepare_selection(build: Builder, attention: PrepareAttention, top_k: int) -
     return prepare
 
 
-def attend_to_chosen(step: AttentionStep, ops: Ops, q_THC: Tensor, cache: LayerCache) -> Tensor:
-    """Return attention over the cache, [T, H * L]; selecting queries see selected tokens only."""
+def attend_to_chosen(
+    step: AttentionStep,
+    ops: Ops,
+    q_THC: Tensor,
+    cache: LayerCache,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Return attention over the cache, [T, H * L]; selecting queries see selected tokens only.
+
+    sinks_H: see `ops.attention`.
+    """
+    attention = ops.attention if sinks_H is None else partial(ops.attention, sinks_H=sinks_H)
     rows: SelectedRows = step.plan
     if rows.selection is None:
-        return ops.attention(q_THC, *cache, rows.plain)
+        return attention(q_THC, *cache, rows.plain)
     out = q_THC.new_zeros((len(q_THC), step.width))
     if rows.plain is not None:
         other_tokens = rows.selection.other_tokens
-        out[other_tokens] = ops.attention(q_THC.index_select(0, other_tokens), *cache, rows.plain)
+        out[other_tokens] = attention(q_THC.index_select(0, other_tokens), *cache, rows.plain)
     tokens_S = rows.selection.tokens_S
     latent = cache[0]
     width = cache[1].shape[3]
     entries = latent.view(-1, 1, *latent.shape[2:])
-    out[tokens_S] = ops.attention(
+    out[tokens_S] = attention(
         q_THC.index_select(0, tokens_S), entries, entries[..., :width], rows.chosen
     )
     return out
@@ -132,7 +140,7 @@ class IndexerLayer:
         cos_T1p, sin_T1p, slot_mapping_T = step.rope_cache
         real = len(slot_mapping_T)
         k_T1d = self.norm(self.keys(x_TD, context)[:real].float())[:, None]
-        k_T1d = _rotate(k_T1d, cos_T1p[:real], sin_T1p[:real])
+        k_T1d = rotate_first(k_T1d, cos_T1p[:real], sin_T1p[:real])
         cache.view(-1, self.spec.dim).index_copy_(0, slot_mapping_T, k_T1d[:, 0].to(cache.dtype))
 
     def choose(
@@ -155,7 +163,7 @@ class IndexerLayer:
         q_SJd = self.queries(narrow_TN.index_select(0, tokens_S), chosen).view(
             len(tokens_S), -1, self.spec.dim
         )
-        q_SJd = _rotate(q_SJd.float(), cos, sin).to(x_TD.dtype)
+        q_SJd = rotate_first(q_SJd.float(), cos, sin).to(x_TD.dtype)
         weights_SJ = self.weights(x_TD.index_select(0, tokens_S).float(), chosen)
         slots_SK = self.ops.index_select(
             q_SJd, weights_SJ, cache, rows.selection, self.ops.pack_heads
@@ -164,10 +172,22 @@ class IndexerLayer:
         rows.chosen = self.ops.plan_attention(*inputs, self.prepare.shape)
 
 
-def _rotate(x_THd: Tensor, cos_T1p: Tensor, sin_T1p: Tensor) -> Tensor:
-    """Rotate the first p elements of each head."""
+def rotate_first(x_THd: Tensor, cos_T1p: Tensor, sin_T1p: Tensor) -> Tensor:
+    """Rotate the first p elements of each head, in fp32."""
     size = cos_T1p.shape[2]
     return torch.cat((rotary(x_THd[..., :size], cos_T1p, sin_T1p), x_THd[..., size:]), -1)
+
+
+def _head_order(spec: Indexer, rope: RopeSpec, rope_dim: int) -> list[int] | None:
+    """Return the order of a head's elements in which the first ones are rotated, in the half
+    layout; None if they have it already.
+    """
+    order = half_layout(rope, rope_dim) if spec.interleaved else None
+    if order is None and not spec.rotates_last:
+        return None
+    first = spec.dim - rope_dim if spec.rotates_last else 0
+    others = (i for i in range(spec.dim) if not first <= i < first + rope_dim)
+    return [*(first + i for i in order or range(rope_dim)), *others]
 
 
 def build_indexer(
@@ -181,8 +201,7 @@ def build_indexer(
     """Build a layer's indexer; None if it shares another layer's. name: prefix of parameters."""
     if spec.shared:
         return None
-    if spec.interleaved and (order := half_layout(rope, rope_dim)) is not None:
-        head = [*order, *range(rope_dim, spec.dim)]
+    if (head := _head_order(spec, rope, rope_dim)) is not None:
         build.reorder(
             name + "index_q", [j * spec.dim + i for j in range(spec.num_heads) for i in head]
         )
@@ -190,7 +209,7 @@ def build_indexer(
             build.reorder(f"{name}index_{part}", head)
     norm = Norm(
         build.ops,
-        EPS,
+        spec.eps,
         build.fp32(name + "index_norm"),
         build.fp32(name + "index_norm_bias"),
         centred=True,

@@ -31,15 +31,16 @@ class KimiDeltaLayer(RecurrentLayer):
         first = self.tp.rank * heads
         self.spec = spec
         self.inputs = build.linear(name + "in")  # D -> queries, keys, values
-        # D -> bottleneck of decays [d], bottleneck of output gates [d], beta [H]
+        # D -> bottleneck of decays [d], bottleneck of output gates [d], beta [H]; only beta, if
+        # decays and output gates are plain products
         self.narrow = build.linear(name + "narrow")
-        self.decays = build.linear(name + "decays")  # d -> H * d
-        self.gates = build.linear(name + "gates")  # d -> H * d
+        self.decays = build.linear(name + "decays")  # d or D -> H * d
+        self.gates = build.linear(name + "gates")  # d or D -> H * d
         self.conv_CK = build.fp32(name + "conv")[:, 0]
         # Factors of the log decays
         self.decay_H1 = build.fp32(
             name + "decay",
-            lambda x: decay_factors(x[0, 0], spec.decay_tensor)[first : first + heads],
+            lambda x: decay_factors(x.view(-1, 1), spec.decay_tensor)[first : first + heads],
         )
         self.dt_bias_C = build.fp32(name + "dt_bias")
         self.unit = unit_weights(spec.head_dim, self.ops.device)  # weights for `unit_heads`
@@ -58,18 +59,27 @@ class KimiDeltaLayer(RecurrentLayer):
         q_THd, k_THd = (
             unit_heads(ops, x, weight) for x, weight in zip((q_TC, k_TC), self.unit, strict=True)
         )
-        rates_TC = ops.softplus(
-            self.decays(narrow[:, :d].contiguous(), context).float() + self.dt_bias_C
-        )
-        log_decay_THd = rates_TC.view(-1, heads, d) * self.decay_H1
-        beta_TH = ops.sigmoid(narrow[:, 2 * d :].float())
+        decay_input = gate_input = x_TD
+        if self.spec.low_rank:
+            decay_input = narrow[:, :d].contiguous()
+            gate_input = narrow[:, d : 2 * d].contiguous()
+        log_decay_THd = self._log_decays(self.decays(decay_input, context).float())
+        beta_TH = ops.sigmoid(narrow[:, self.spec.bottlenecks :].float())
         v_THd = v_TC.reshape(-1, heads, d)
         o_THd = ops.recurrence(q_THd, k_THd, v_THd, log_decay_THd, beta_TH, cache[2:], step)
         normed_TC = ops.rms_norm(o_THd.view(-1, d), self.norm_d, self.eps).view(-1, heads * d)
-        gated = ops.sigmoid_mul(
-            normed_TC, self.gates(narrow[:, d : 2 * d].contiguous(), context)
-        ).to(x_TD.dtype)
+        gated = ops.sigmoid_mul(normed_TC, self.gates(gate_input, context)).to(x_TD.dtype)
         return self.project_back(gated, context)
+
+    def _log_decays(self, x_TC: Tensor) -> Tensor:
+        """Return the log decays [T, H, d], which are below 0, from their product."""
+        d = self.spec.head_dim
+        x_TC = x_TC + self.dt_bias_C
+        if self.spec.lower_bound is None:
+            return self.ops.softplus(x_TC).view(-1, len(self.decay_H1), d) * self.decay_H1
+        # The factors of decays are negative here.
+        scaled_THd = x_TC.view(-1, len(self.decay_H1), d) * -self.decay_H1
+        return self.ops.sigmoid(scaled_THd.flatten(1)).view_as(scaled_THd) * self.spec.lower_bound
 
     @staticmethod
     def workspace(
@@ -77,7 +87,7 @@ class KimiDeltaLayer(RecurrentLayer):
     ) -> int:
         """See `mixer_workspace`."""
         part = spec.size // tp_size
-        narrow = 2 * spec.head_dim + spec.num_heads
+        narrow = spec.bottlenecks + spec.num_heads
         # The products to queries, keys, values, decays and output gates, and the rounded result.
         num_bytes = tokens * part * 6 * itemsize
         # In fp32: queries, keys and values (the convolution's inputs and results, normed), decays,

@@ -11,7 +11,7 @@ appendix C.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from moeserve.blocks.indexer import Indexer
 from moeserve.blocks.mixer import CacheRead, CacheTensor, Mixer, QueryScale
@@ -40,6 +40,15 @@ class LatentAttention(Mixer):
     bias: bool = False  # whether the products to latents and the output projection have biases
     scale: float | None = None  # factor of scores; None: (n + p) ** -0.5
     query_scale: QueryScale | None = None  # position-dependent (Mistral 4)
+    sinks: bool = False  # attention sinks: a learned score per head without a value (Hy4)
+    # Multiply results by the sigmoid of another projection of x, with a gate per head (Ling 3) or
+    # per element (Hy4)
+    gate: Literal["none", "head", "element"] = "none"
+    eps: float = 1e-6  # of the norms of latents and compressed queries
+    # Factors of normed compressed queries and of normed latents (LongCat)
+    q_factor: float = 1.0
+    kv_factor: float = 1.0
+    module: str = "self_attn."  # prefix of the tensors' names in the layer
     # Selects the tokens that a query attends to; None: all. Needs compressed queries.
     indexer: Indexer | None = None
 
@@ -47,6 +56,12 @@ class LatentAttention(Mixer):
     def entry(self) -> int:
         """The width of a cache entry, C."""
         return self.rank + self.rope_dim
+
+    @property
+    def num_gates(self) -> int:
+        """The number of gates of all heads."""
+        per_head = {"none": 0, "head": 1, "element": self.v_dim}[self.gate]
+        return self.num_heads * per_head
 
     def heads(self, world: World) -> slice:
         """Return this rank's heads."""
@@ -73,7 +88,7 @@ class LatentAttention(Mixer):
         selected = CacheRead(self.indexer.top_k, self.entry, operations)
         if self.indexer.shared:
             return (selected,)
-        width = self.indexer.dim
+        width = self.indexer.read_width
         return selected, CacheRead(None, width, 2 * self.indexer.num_heads * width)
 
     def products(self, width: int) -> list[tuple[int, int]]:
@@ -85,6 +100,8 @@ class LatentAttention(Mixer):
         products.append((self.entry, width))
         products.append((self.num_heads * (self.nope_dim + self.v_dim), self.rank))
         products.append((width, self.num_heads * self.v_dim))
+        if self.num_gates:
+            products.append((self.num_gates, width))
         if self.indexer and self.q_rank:
             products += self.indexer.products(width, self.q_rank)
         return products
@@ -94,7 +111,7 @@ class LatentAttention(Mixer):
             return ""
         from moeserve.kernels.flash_attention import misfit  # has torch
 
-        return misfit(self.entry, self.rank, latent=True)
+        return misfit(self.entry, self.rank, latent=True, sinks=self.sinks)
 
     def cache_obstacle(self, dtype: str) -> str:
         if dtype in ("auto", "float"):
@@ -102,8 +119,10 @@ class LatentAttention(Mixer):
         return "latents (MLA) are cached in the dtype of activations only"
 
     def plan(self, plan: "WeightPlan", param_prefix: str, tensor_prefix: str) -> None:
-        """Add q (or q_a, q_norm, q_b), kv_a, kv_norm, kv_b, out, and an indexer's parameters."""
-        block = plan.block(param_prefix, tensor_prefix, "self_attn.")
+        """Add q (or q_a, q_norm, q_b), kv_a, kv_norm, kv_b, out, gate, sinks, and an indexer's
+        parameters.
+        """
+        block = plan.block(param_prefix, tensor_prefix, self.module)
         heads = self.num_heads
         width = plan.width
         queries = heads * (self.nope_dim + self.rope_dim)
@@ -131,6 +150,10 @@ class LatentAttention(Mixer):
         block.add("out", (width, heads * self.v_dim), "o_proj.weight", sharded=True)
         if self.bias:
             block.add("out_bias", (width,), "o_proj.bias", sharded=True)
+        if self.num_gates:
+            block.add("gate", (self.num_gates, width), "gate_proj.weight", sharded=True)
+        if self.sinks:
+            block.add("sinks", (heads,), "sinks", sharded=True)
 
     def _split_kv_b(self, param: str, tensor_prefix: str, heads: slice) -> LoadPlan:
         """Return the load plan of kv_b from GGUF's two tensors, [H, L, n] and [H, v, L]."""

@@ -2,7 +2,7 @@
 
 Shapes: D model width, H heads, d their width.
 
-Source: Lightning Attention-2 (arXiv 2401.04658), Ring-linear (2510.19338).
+Source: Lightning Attention-2 (arXiv 2401.04658), MiniMax-01 (2501.08313), Ring-linear (2510.19338).
 """
 
 from dataclasses import dataclass
@@ -15,18 +15,29 @@ from moeserve.blocks.weights import WeightPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lightning(RecurrentMixer):
-    """H heads with a state [d, d] each, and norms of queries and keys per head (Ling 2.6)."""
+    """H heads with a state [d, d] each.
+
+    Queries and keys have norms per head and a rotary embedding (Ling 2.6), or queries, keys and
+    values have a SiLU (MiniMax-01).
+    """
 
     num_heads: int
     head_dim: int
-    rope: RopeSpec
+    rope: RopeSpec | None = None
     decay: float  # the layer's decay; the log decay of a head is its slope times -decay
     norm_groups: int  # groups of heads whose results have a common RMS norm
+    norm_eps: float | None = None  # epsilon of the norm of results; None: the model's
+    silu: bool = False  # SiLU instead of norms and the factor d ** -0.5 of queries
+    by_head: bool = False  # rows of a head's query, key and value are adjacent in the checkpoint
 
     @property
     def possible_tp(self) -> list[int]:
-        """The supported tensor-parallel sizes: ranks have equally many heads and norm groups."""
-        return divisors(gcd(self.num_heads, self.norm_groups))
+        """The supported tensor-parallel sizes: ranks have equally many heads and norm groups.
+
+        A single group is normed after ranks have gathered all heads.
+        """
+        groups = self.num_heads if self.norm_groups == 1 else self.norm_groups
+        return divisors(gcd(self.num_heads, groups))
 
     @property
     def sharing(self) -> str:
@@ -50,14 +61,18 @@ class Lightning(RecurrentMixer):
         return [(3 * size, width), (size, width), (width, size)]
 
     def plan(self, plan: WeightPlan, param_prefix: str, tensor_prefix: str) -> None:
-        """Add qkv, gate, q_norm, k_norm, norm and out."""
+        """Add qkv, gate, norm, out, and with norms of heads q_norm and k_norm."""
         block = plan.block(param_prefix, tensor_prefix, "attention.")
         size = self.num_heads * self.head_dim
-        block.stack("qkv", [block.share("query_key_value.weight", size)] * 3, plan.width)
+        if self.by_head:
+            block.add("qkv", (3 * size, plan.width), "query_key_value.weight", sharded=True)
+        else:
+            block.stack("qkv", [block.share("query_key_value.weight", size)] * 3, plan.width)
         block.add("gate", (size, plan.width), "g_proj.weight", sharded=True)
         block.add("norm", (size,), "g_norm.weight", sharded=True)
-        block.add("q_norm", (self.head_dim,), "query_layernorm.weight")
-        block.add("k_norm", (self.head_dim,), "key_layernorm.weight")
+        if not self.silu:
+            block.add("q_norm", (self.head_dim,), "query_layernorm.weight")
+            block.add("k_norm", (self.head_dim,), "key_layernorm.weight")
         block.add("out", (plan.width, size), "dense.weight", sharded=True)
 
 

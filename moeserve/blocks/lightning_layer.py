@@ -1,4 +1,4 @@
-"""The lightning attention layer: projection, norms, rope, recurrence, norm, gate, output.
+"""The lightning attention layer: qkv, norms and rope or SiLU, recurrence, norm, gate, output.
 
 Shapes: T tokens (including padding), D model width, H heads of this rank, d their width.
 """
@@ -61,14 +61,22 @@ class LightningLayer(RecurrentLayer):
         table = build.rotary_table(spec.rope, dim)
         make_prepare = partial(PrepareLightning, self.prepare, table)
         self.prepare = build.shared(("lightning", group, spec.rope, dim), make_prepare)
+        if spec.by_head:
+            rows = torch.arange(3 * heads * dim).view(heads, 3, dim).transpose(0, 1)
+            build.reorder(name + "qkv", rows.flatten().tolist())
         self.qkv = build.linear(name + "qkv")  # D -> 3 H * d
         self.gate = build.linear(name + "gate")  # D -> H * d
-        self.qk_norms = build.norm(name + "q_norm"), build.norm(name + "k_norm")
-        self.scale = dim**-0.5  # factor of queries
+        self.qk_norms = None
+        self.scale = 1.0  # factor of queries
+        if not spec.silu:
+            self.qk_norms = build.norm(name + "q_norm"), build.norm(name + "k_norm")
+            self.scale = dim**-0.5
         decays = torch.tensor(spec.log_decays, dtype=torch.float64).float()
         self.log_decay_H1 = decays[self.tp.rank * heads : (self.tp.rank + 1) * heads, None].to(
             device
         )
+        self.norm_eps = build.eps if spec.norm_eps is None else spec.norm_eps
+        self.shares_group = spec.norm_groups < self.tp.size
         # Norms of groups of heads: first without weights, then times the weights
         self.unit = torch.ones(spec.num_heads * dim // spec.norm_groups, device=device)
         self.norm = build.norm(name + "norm")
@@ -77,33 +85,50 @@ class LightningLayer(RecurrentLayer):
         self, x_TD: Tensor, step: LightningStep, cache: LayerCache, context: RowContext
     ) -> Tensor:
         """Return the layer's output [T, D]. Writes the tokens' states to `cache`."""
-        ops = self.ops
-        heads = len(self.log_decay_H1)
-        tokens = len(x_TD)
-        q, k, v = (
-            part.reshape(tokens * heads, -1) for part in self.qkv(x_TD, context).float().chunk(3, 1)
+        q_THd, k_THd, v_THd = self._heads(x_TD, step, context)
+        log_decay_TH1 = self.log_decay_H1.expand(len(x_TD), -1, -1)
+        o_THd = self.ops.recurrence(
+            q_THd.mul_(self.scale), k_THd, v_THd, log_decay_TH1, None, cache, step.tiles
         )
-        q_THd, k_THd = (
+        normed_TN = self._normalise(o_THd.flatten(1), context)
+        gates_TN = self.gate(x_TD, context)
+        gated_TN = self.ops.sigmoid_mul(normed_TN * self.norm, gates_TN).to(x_TD.dtype)
+        return self.project_back(gated_TN, context)
+
+    def _heads(
+        self, x_TD: Tensor, step: LightningStep, context: RowContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, fp32 [T, H, d] each."""
+        shape = (len(x_TD), len(self.log_decay_H1), -1)
+        qkv_TN = self.qkv(x_TD, context)
+        if self.qk_norms is None:  # SiLU: x * sigmoid(x)
+            qkv_TN = self.ops.sigmoid_mul(qkv_TN.float(), qkv_TN)
+            q, k, v = (part.reshape(shape) for part in qkv_TN.chunk(3, 1))
+            return q, k, v
+        q, k, v = (part.reshape(shape) for part in qkv_TN.float().chunk(3, 1))
+        q, k = (
             rotary(
-                ops.rms_norm(part, weight, self.eps).view(tokens, heads, -1),
+                self.ops.rms_norm(part.flatten(0, 1), weight, self.eps).view(shape),
                 step.cos_T1d,
                 step.sin_T1d,
             )
             for part, weight in zip((q, k), self.qk_norms, strict=True)
         )
-        log_decay_TH1 = self.log_decay_H1.expand(tokens, -1, -1)
-        o_THd = ops.recurrence(
-            q_THd.mul_(self.scale),
-            k_THd,
-            v.view(tokens, heads, -1),
-            log_decay_TH1,
-            None,
-            cache,
-            step.tiles,
-        )
-        normed = ops.rms_norm(o_THd.view(-1, len(self.unit)), self.unit, self.eps).view(tokens, -1)
-        gated = ops.sigmoid_mul(normed.mul_(self.norm), self.gate(x_TD, context)).to(x_TD.dtype)
-        return self.project_back(gated, context)
+        return q, k, v
+
+    def _normalise(self, o_TN: Tensor, context: RowContext) -> Tensor:
+        """Return the results of this rank's heads after the norms of groups, without weights.
+
+        If ranks share the heads of one group, they gather all heads, because adding up the ranks'
+        sums would round differently.
+        """
+        tokens, width = o_TN.shape
+        all_TN = self.tp.gather_columns(o_TN, context.channel) if self.shares_group else o_TN
+        groups = all_TN.view(-1, len(self.unit))
+        normed_TN = self.ops.rms_norm(groups, self.unit, self.norm_eps).view(tokens, -1)
+        if not self.shares_group:
+            return normed_TN
+        return normed_TN[:, self.tp.rank * width : (self.tp.rank + 1) * width]
 
     @staticmethod
     def workspace(
@@ -119,6 +144,12 @@ class LightningLayer(RecurrentLayer):
         num_bytes += tokens * heads * dim * 10 * FP32
         # Three copies of the states, inside of the recurrence.
         states = 3 * heads * dim * dim * FP32
+        if spec.norm_groups < tp_size:
+            # The results of all heads, and their norm.
+            all_heads = spec.num_heads * dim
+            num_bytes += (
+                gathered_bytes(tokens, all_heads, FP32, tp_size) + tokens * all_heads * FP32
+            )
         return (
             num_bytes
             + states

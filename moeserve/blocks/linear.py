@@ -131,3 +131,27 @@ class SharedMLP:
         if self._gate is not None:
             y_TD = (y_TD * self._ops.sigmoid_gate(self._gate(x_TD, context))).to(x_TD.dtype)
         return y_TD[:rows] if self._scale == 1.0 else y_TD[:rows] * self._scale
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConstantExpert:
+    """A shared expert whose output is the same for every token: a bias of the sum of experts."""
+
+    bias_D: Tensor
+
+    def __call__(self, x_TD: Tensor, context: RowContext) -> Tensor:
+        """Return the output, [T, D]."""
+        return self.bias_D.expand_as(x_TD)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SoftCapped:
+    """A product whose results are capped, cap * tanh(y / cap), in fp32."""
+
+    linear: LinearMethod
+    cap: float
+    ops: Ops
+
+    def __call__(self, x_MK: Tensor, context: RowContext) -> Tensor:
+        """Return the capped results, fp32 [M, N]."""
+        return self.ops.soft_cap(self.linear(x_MK, context).float(), self.cap)

@@ -7,7 +7,7 @@ specifications, too) and its computation (a `MixerLayer`). `blocks/kinds.py` map
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from moeserve.blocks.rope import RopeSpec
 from moeserve.engine.kv_rule import FULL, KVRule
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """One tensor of a layer's cache, with [heads, width] elements per token or per tile of tokens.
+    """One tensor of a layer's cache, with [heads, width] elements per token, per `every` tokens, or
+    per tile of tokens.
 
     Elements are fp32 if the cache's `KVRule` has tiles (recurrent mixers).
     """
@@ -31,6 +32,7 @@ class CacheTensor:
     heads: int
     width: int
     per_tile: bool = False
+    every: int = 1  # a row of a cache without tiles is that of so many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,15 @@ class CacheRead:
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """A position-dependent factor of queries (Llama-4, Mistral 4).
-
-    1 + slope * log(1 + floor((position + first) / every))
-    """
+    """A position-dependent factor of queries, with x = (position + first) / every."""
 
     slope: float
     every: int
     first: int = 0
+    # steps: 1 + slope * log(1 + floor(x)) (Llama-4, Mistral 4)
+    # power: (1 + x) ** slope (Beam)
+    # log: 1 + slope * log(max(x, 1)) (Inkling)
+    form: Literal["steps", "power", "log"] = "steps"
 
 
 # Computes the inputs of a step that several layers share, such as attention metadata and rotary
@@ -100,6 +103,14 @@ class Mixer(ABC):
     @abstractmethod
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """Return the tensors of a layer's cache on one of `tp_size` ranks."""
+
+    def tiled_state(self, tp_size: int) -> tuple[CacheTensor, ...]:
+        """Return the tensors with the rule `TILED` that a layer has in addition to `cache`.
+
+        In a layer's cache they follow the others. The layer finds their blocks in the KV group
+        `Builder.state_group`.
+        """
+        return ()
 
     def head_shape(self, tp_size: int) -> "HeadShape | None":
         """Return the attention heads of one of `tp_size` ranks; None without attention."""

@@ -30,6 +30,8 @@ class ExpertNames:
     gate_up: str = ""  # [E, 2I, D]: gate and up in one tensor
     transposed: bool = False  # gate_up is [E, D, 2I], and down [E, I, D]
     by_turns: bool = False  # gate and up are interleaved along 2I
+    stacked: bool = False  # gate and up are [E * I, D], and so is down, transposed (DBRX)
+    always: "ExpertNames | None" = None  # names of `MoE.num_always` experts, if there are any
 
     @property
     def in_one(self) -> bool:
@@ -65,6 +67,10 @@ class MTPNames:
     hidden_norm: str = "hnorm"  # norm of hidden states
     merge: str = "eh_proj"  # the product that merges both
     norm: str = "shared_head.norm"  # last norm
+    # With several residual streams (models/streams_mtp.py): the products of embeddings and of
+    # hidden states, and whether the norm of hidden states is that of each stream
+    merge_parts: tuple[str, str] = ("fc_embedding", "fc_hidden")
+    per_stream: bool = False
 
 
 QWEN_MTP = MTPNames(
@@ -82,6 +88,7 @@ class Names:
     """The names of a family's tensors; the defaults are Llama's."""
 
     model: str = "model."  # prefix of the decoder
+    layers: str = "layers"  # the list of its layers
     head: str = "lm_head.weight"
     embed: str = "embed_tokens.weight"
     norm: str = "norm.weight"  # the last norm
@@ -90,10 +97,27 @@ class Names:
     # the same name, one tensor has all of them, stacked.
     spelled: Mapping[str, Sequence[str]] = field(default_factory=dict)
     experts: tuple[ExpertNames, ...] = (PER_EXPERT, FUSED)  # likewise
-    boxed: tuple[str, ...] = ()  # suffixes of tensors with an additional first dimension of size 1
+    # Suffixes of tensors with an additional first dimension, of whose rows the first one is used
+    boxed: tuple[str, ...] = ()
+    boxed_rows: int = 1
+    transposed: tuple[str, ...] = ()  # suffixes of matrices that are stored as [inputs, outputs]
+    # Suffixes of tensors that have several parts of a parameter, whose rows are interleaved
+    by_turns: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)  # suffixes of tensors that are not used
     foreign: tuple[str, ...] = ()  # prefixes of tensors that are not used
     mtp: MTPNames = MTPNames()
+    others: tuple["Names", ...] = ()  # those of checkpoints in which these are not present
+
+    def of(self, present: Collection[str]) -> "Names":
+        """Return the names of a checkpoint. present: the names of its tensors."""
+        return next(
+            (
+                names
+                for names in (self, *self.others)
+                if names.model + names.embed in present and names.head in present
+            ),
+            self,
+        )
 
 
 class WeightPlan:
@@ -167,8 +191,11 @@ class WeightPlan:
         total = sum(count for _, count, _ in sources)
         parts = []
         offset = 0  # first row of a source in its tensor
-        for source, count, rows in sources:
+        for i, (source, count, rows) in enumerate(sources):
             taken = slice(offset + rows.start, offset + rows.stop)
+            if is_one_tensor and source.endswith(self.names.by_turns):
+                step = len(sources)
+                taken = slice(i + step * rows.start, i + step * rows.stop, step)
             parts.append((source, total if is_one_tensor else count, taken))
             offset = offset + count if is_one_tensor else 0
         self.pick(param, parts, *tail, widened=widened, fp32=fp32)
@@ -180,23 +207,30 @@ class WeightPlan:
         *tail: int,
         widened: bool = False,
         fp32: bool = False,
+        int64: bool = False,
+        on_disk: bool = False,
     ) -> None:
         """Add a parameter made of ranges of rows of tensors, in this order.
 
         sources: (name, number of rows, rows to load) of each tensor. A tensor may be listed
-        several times. The other arguments are those of `stack`.
+        several times. int64, on_disk: see `Param`. The other arguments are those of `stack`.
         """
         start = 0  # first row of a source in the parameter
         for source, total, rows in sources:
-            end = start + rows.stop - rows.start
+            end = start + len(range(total)[rows])
             shape: tuple[int, ...] = (total, *tail)
             take: Index = (rows,)
             if source.endswith(self.names.boxed):
-                shape = (1, *shape)
+                shape = (self.names.boxed_rows, *shape)
                 take = (0, *take)
-            self.pieces.append(Piece(source, shape, param, at=(slice(start, end),), take=take))
+            transposed = source.endswith(self.names.transposed)
+            if transposed:
+                shape = (*tail, total)
+                take = (slice(None), rows)
+            at = (slice(start, end),)
+            self.pieces.append(Piece(source, shape, param, at, take, transposed))
             start = end
-        self.params.append(Param(param, (start, *tail), widened, fp32))
+        self.params.append(Param(param, (start, *tail), widened, fp32, int64, on_disk))
 
     def block(self, param_prefix: str, tensor_prefix: str, module: str = "") -> "BlockPlan":
         """Return a plan for one block of a layer.

@@ -9,6 +9,9 @@ import msgspec
 
 from moeserve.actor.process import one_line
 
+# Loggers of libraries that write a line for each request at INFO (huggingface_hub's HTTP client)
+_TALKATIVE = ("httpx", "httpx2")
+
 
 def set_up_logging(level: str = "info", format: Literal["text", "json"] = "text") -> None:
     """Replace the root logger's handlers.
@@ -20,6 +23,11 @@ def set_up_logging(level: str = "info", format: Literal["text", "json"] = "text"
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    of_libraries = root.level
+    if of_libraries == logging.INFO:
+        of_libraries = logging.WARNING
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(of_libraries)
 
 
 class _TextLine(logging.Formatter):

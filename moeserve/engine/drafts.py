@@ -5,7 +5,8 @@ from numpy.typing import NDArray
 
 from moeserve.engine.draft_policy import DraftPolicy
 from moeserve.engine.kv_cache_manager import KVCacheManager
-from moeserve.engine.plan import StepResult
+from moeserve.engine.plan import I32, Slots, StepResult
+from moeserve.engine.requests import InputBatch
 from moeserve.engine.step_state import InFlightStep
 
 
@@ -47,3 +48,10 @@ def settle_drafts(
         num_usable = policy.limit(slots, result.num_drafts_S[live_S])
         batch.num_drafts[slots] = num_usable * batch.speculates[slots]
     return verified
+
+
+def drafts_among(batch: InputBatch, slots: Slots) -> I32:
+    """Return how many of the scheduled tokens of each slot are drafts."""
+    num_beyond_known = batch.scheduled[slots] - batch.known[slots]
+    num_drafts: I32 = np.where(batch.num_drafts[slots] > 0, num_beyond_known, 0)
+    return num_drafts

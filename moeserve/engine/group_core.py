@@ -94,7 +94,11 @@ class GroupCore(EngineCore):
         self._task_error: Exception | None = None  # the error of a background task
         # `groups` are layers with the same KV rule, not engines.
         self._empty_plan = _empty_plan(len(scheduler.groups))
-        self._has_states = any(group.has_states for group in scheduler.groups)
+        # Whether no row may be split between two micro-batches (`best_split`). The queries of a
+        # block read the keys of the whole block.
+        self._keeps_rows_whole = scheduler.limits.diffusion_block > 0 or any(
+            group.has_states for group in scheduler.groups
+        )
 
     @property
     def busy(self) -> bool:
@@ -238,7 +242,7 @@ class GroupCore(EngineCore):
             epoch=self._join.epoch,
             has_work=plan is not None,
             tokens=plan.num_tokens if plan is not None else 0,
-            split_at=best_split(plan.counts_R, whole=self._has_states)
+            split_at=best_split(plan.counts_R, whole=self._keeps_rows_whole)
             if plan is not None and ubatches_ok
             else 0,
             requests=len(plan.slots_R) if plan is not None else 0,

@@ -30,20 +30,19 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moeserve.config import Limits
 from moeserve.engine.blocks import STATES_HELD, BlockPool, Key, KVGroup, blocks_needed, longest_hit
 from moeserve.engine.connector import KVConnector, When
+from moeserve.engine.decoding import Decoding
 from moeserve.engine.kv_rule import FULL
-from moeserve.engine.plan import I32, BlockDiff, BlockMove, Slots
+from moeserve.engine.plan import I32, BlockDiff, BlockMove, Slots, concatenate
 from moeserve.engine.requests import InputBatch, Request
 from moeserve.engine.store import HostStore
 
-T = TypeVar("T", bound=np.generic)
 IN_STORE = -1  # stands in `Hit.blocks` for a block that the connector can load
 NOTHING: Mapping[str, bytes] = MappingProxyType({})
 _NO_OTHERS: dict[int, I32] = {}
@@ -146,7 +145,8 @@ class KVCacheManager:
             for pool, (number, _) in enumerate(sizes)
         ]
         self._num_reserved_states = STATES_HELD * limits.max_num_seqs
-        self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, groups)
+        self.decoding = Decoding(limits.diffusion_block)
+        self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, groups, self.decoding)
         self.chunk = min(limits.prefill_chunk, limits.max_num_batched_tokens)
         self._block_size = limits.block_size
         self._caches_prefixes = limits.enable_prefix_caching
@@ -514,6 +514,13 @@ class KVCacheManager:
                 else:
                     self.pool.release(blocks)
 
+    def unschedule_blocks(self, slots: Slots) -> None:
+        """Unschedule the last block of tokens of these slots, so that it is computed again."""
+        end = self.batch.scheduled[slots]
+        begin = end - self.decoding.block
+        self.release_rejected(slots, end, begin)
+        self.batch.scheduled[slots] = begin
+
     # ---- how many blocks requests need
 
     def peak_blocks(self, num_tokens: int) -> int:
@@ -541,14 +548,13 @@ class KVCacheManager:
             if not group.has_states
         )
         cached = [block for blocks in tables for block in blocks if block > 0]
-        return self.peak_blocks(len(request.tokens)) - self.pool.num_shared(cached)
+        num_positions = self.decoding.goal(len(request.tokens))
+        return self.peak_blocks(num_positions) - self.pool.num_shared(cached)
 
     def num_promised(self, slots: Slots) -> int:
         """Return how many free blocks running requests need to compute their known tokens."""
         batch = self.batch
-        known = batch.known[slots]
-        scheduled = batch.scheduled[slots]
-        growth = self.growth(scheduled, known)
+        growth = self.growth(batch.scheduled[slots], self.decoding.goal(batch.known[slots]))
         total = 0
         for g, group in enumerate(self.groups):
             if not group.has_states:
@@ -590,11 +596,3 @@ class KVCacheManager:
         connector_entry = self.connector.save(key)
         if connector_entry is not None:
             self._stores.append(BlockMove(block, connector_entry, pool_index))
-
-
-def concatenate(triples: list[tuple[NDArray[T], I32, I32]]) -> tuple[NDArray[T], I32, I32]:
-    """Concatenate triples of arrays column by column, without a copy if there is only one."""
-    if len(triples) == 1:
-        return triples[0]
-    first, second, third = zip(*triples, strict=True)
-    return np.concatenate(first), np.concatenate(second), np.concatenate(third)

@@ -21,6 +21,9 @@ class KVRule:
     # Tokens per tile of a recurrent layer. A token reads the state of its own tile or, if it is the
     # first of its tile, that of the tile before.
     tile: int | None = None
+    # Tokens per block of a model that decodes blocks (docs/diffusion.md). A query reads all earlier
+    # tokens and all tokens of its own block.
+    diffusion_block: int | None = None
 
     @property
     def is_full(self) -> bool:

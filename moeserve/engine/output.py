@@ -49,7 +49,7 @@ def append_tokens(
         known = batch.known[slots] + (index + 1).astype(np.int32)
     batch.tokens[slots, known - 1] = tokens
     finish = np.zeros(len(slots), np.uint8)
-    finish[known > batch.max_scheduled[slots]] = FinishReason.LENGTH
+    finish[known >= batch.max_total[slots]] = FinishReason.LENGTH
     stop_ids = _apply_stop_ids(batch, slots, tokens, known, finish, end_ids)
     for slot in result.complete:
         last_row = np.flatnonzero(slots == slot)[-1:]  # empty if the request has left the slot

@@ -7,7 +7,7 @@ layers. E: logical experts.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from moeserve.messages import SAMPLE, Logprobs, PromptLogprobs, TraceEvent
 from moeserve.sampling import GrammarSpec, TokenSampling
 
+T = TypeVar("T", bound=np.generic)
 I32 = NDArray[np.int32]
 Slots = NDArray[np.intp]
 # The most by which two micro-batches may differ in size, as a share of all tokens. If every split
@@ -192,7 +193,8 @@ def best_split(counts_R: I32, *, whole: bool = False) -> int:
 
     counts_R: tokens of each row, at least one.
     whole: never split a request. Recurrent layers need whole requests, because within a call they
-    pass their state from tile to tile without storing the state in a block.
+    pass their state from tile to tile without storing the state in a block. So do models that
+    decode blocks (engine/decoding.py).
 
     [1, 1, 1, 1] -> 2, [100] -> 50, [3, 90, 3] -> 48; whole: [30, 70] -> 30, [3, 90, 3] -> 0
     """
@@ -215,6 +217,14 @@ def ranges(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[
     return np.repeat(starts.astype(np.int64) - (counts.cumsum() - counts), counts) + np.arange(
         int(counts.sum())
     )
+
+
+def concatenate(triples: list[tuple[NDArray[T], I32, I32]]) -> tuple[NDArray[T], I32, I32]:
+    """Concatenate triples of arrays column by column, without a copy if there is only one."""
+    if len(triples) == 1:
+        return triples[0]
+    first, second, third = zip(*triples, strict=True)
+    return np.concatenate(first), np.concatenate(second), np.concatenate(third)
 
 
 def _pack(value: Any) -> tuple[str, bytes]:

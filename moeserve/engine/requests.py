@@ -11,6 +11,7 @@ rejected. The rest follows from them:
 
     to compute      max(known - scheduled, 1) positions and the drafts, up to `max_scheduled`
     samples         whether the step reaches `known`
+                    (of a model that decodes blocks, the end of a block after `known`: decoding.py)
     in flight       positions from known to scheduled: sampled tokens or drafts that a planned step
                     already reads, although the host has no values for them yet
     blocks          ceil(scheduled / block_size) table entries
@@ -30,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.engine.blocks import KVGroup
+from moeserve.engine.decoding import SINGLE_TOKENS, Decoding
 from moeserve.engine.plan import I32, Slots
 from moeserve.errors import InvalidRequest
 from moeserve.messages import SAMPLE, TASKS, Submit
@@ -151,7 +153,14 @@ class InputBatch:
     0, the null block.
     """
 
-    def __init__(self, num_slots: int, max_len: int, groups: tuple[KVGroup, ...]) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_len: int,
+        groups: tuple[KVGroup, ...],
+        decoding: Decoding = SINGLE_TOKENS,
+    ) -> None:
+        self.decoding = decoding
         self.block_size = groups[0].block_size
         self._groups = groups
         max_blocks = -(-max_len // self.block_size)
@@ -160,7 +169,8 @@ class InputBatch:
         self.rid = np.zeros(num_slots, np.int64)
         self.scheduled = np.zeros(num_slots, np.int32)  # positions in plans so far
         self.known = np.zeros(num_slots, np.int32)  # tokens whose ids are known
-        # Most positions that may be scheduled: maximum length - 1.
+        self.max_total = np.zeros(num_slots, np.int32)  # length at which the request ends
+        # Most positions that may be scheduled: the last token of a request is only output.
         self.max_scheduled = np.zeros(num_slots, np.int32)
         self.min_known = np.zeros(num_slots, np.int32)  # length from which stop tokens count
         self.generation = np.zeros(num_slots, np.int64)  # requests that have left the slot
@@ -213,7 +223,8 @@ class InputBatch:
         self.rid[slot] = request.rid
         self.scheduled[slot] = num_hit
         self.known[slot] = known
-        self.max_scheduled[slot] = request.max_total - 1
+        self.max_total[slot] = request.max_total
+        self.max_scheduled[slot] = self.decoding.goal(request.max_total - 1)
         self.min_known[slot] = request.num_prompt + request.sampling.min_tokens
         self.num_registered[slot] = num_hit // self.block_size
         self.is_unsent[slot] = not request.was_sent
@@ -268,11 +279,11 @@ class InputBatch:
         by_priority = sorted((*request.order, slot) for slot, request in running)
         assert by_priority == self._by_priority, "the priorities are wrong"
         assert self.order.tolist() == [entry[-1] for entry in by_priority], "the order is wrong"
-        max_scheduled = self.max_scheduled[used_slots]
-        assert (self.scheduled[used_slots] <= max_scheduled).all(), (
+        assert (self.scheduled[used_slots] <= self.max_scheduled[used_slots]).all(), (
             "scheduled beyond the last position"
         )
-        assert (self.known[used_slots] <= max_scheduled).all(), "a complete request still runs"
+        is_complete = self.known[used_slots] >= self.max_total[used_slots]
+        assert not is_complete.any(), "a complete request still runs"
         counts = [np.zeros(number, np.int32) for number in num_blocks]
         for slot in used_slots:
             for group, blocks in zip(self._groups, self.held(slot), strict=True):
@@ -319,21 +330,25 @@ class StopTable:
         ]
 
 
-def fit_to_budget(slots: Slots, start: I32, count: I32, budget: int) -> tuple[Slots, I32, I32]:
+def fit_to_budget(
+    slots: Slots, start: I32, count: I32, budget: int, decoding: Decoding = SINGLE_TOKENS
+) -> tuple[Slots, I32, I32]:
     """Reduce counts to a token budget, and drop rows without tokens.
 
     Rows are in priority order.
 
-    Rows with one token are served first, so that a long prompt does not stall the requests that
-    decode. The rest of the budget goes to the other rows in order.
+    Short rows are served first, so that a long prompt does not stall the requests that decode. The
+    rest of the budget goes to the other rows in order.
 
     counts [5, 1, 5, 1] with budget 8 -> [5, 1, 1, 1]
     """
-    is_single: NDArray[np.bool_] = count == 1
-    is_single &= np.cumsum(is_single) <= budget
-    remaining = budget - int(np.count_nonzero(is_single))
-    long_count = np.where(count > 1, count, 0)
+    is_short: NDArray[np.bool_] = (count > 0) & (count <= decoding.short)
+    short_count = np.where(is_short, count, 0)
+    is_short &= np.cumsum(short_count) <= budget
+    short_count = np.where(is_short, count, 0)
+    remaining = budget - int(short_count.sum())
+    long_count = np.where(count > decoding.short, count, 0)
     long_count = np.clip(remaining - (np.cumsum(long_count) - long_count), 0, long_count)
-    count = np.where(is_single, 1, long_count).astype(np.int32)
+    count = np.where(is_short, short_count, long_count).astype(np.int32)
     kept = np.flatnonzero(count)
     return slots[kept], start[kept], count[kept]

@@ -27,8 +27,8 @@ from moeserve.config import Limits
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.connector import KVConnector, When
 from moeserve.engine.draft_policy import DraftPolicy
-from moeserve.engine.drafts import settle_drafts
-from moeserve.engine.kv_cache_manager import NOTHING, Growth, Hit, KVCacheManager, concatenate
+from moeserve.engine.drafts import drafts_among, settle_drafts
+from moeserve.engine.kv_cache_manager import NOTHING, Growth, Hit, KVCacheManager
 from moeserve.engine.output import NO_TOKEN, append_tokens, endings, take_outputs, take_unsent_hits
 from moeserve.engine.plan import I32, GrammarJob, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.preparing import GrammarSource, Need, PreparingSet
@@ -79,6 +79,7 @@ class Scheduler:
         self.eos_ids = frozenset(eos_ids)
         self.vocab_size = vocab_size
         self.kv_manager = KVCacheManager(limits, groups, connector, identity)
+        self.decoding = self.kv_manager.decoding
         self.waiting = WaitingQueue()
         self.preparing = PreparingSet()
         self.grammars: GrammarSource | None = None  # None: the runner compiles when a step needs it
@@ -127,9 +128,10 @@ class Scheduler:
     def awaits_result(self) -> bool:
         """Whether the next plan needs the result of the step in flight.
 
-        With drafts it does, because the result says how many were accepted.
+        With drafts it does, because the result says how many were accepted. So it does with blocks,
+        because the result says which have no more masks.
         """
-        return self._may_have_drafts and bool(self._in_flight)
+        return (self._may_have_drafts or self.decoding.block > 0) and bool(self._in_flight)
 
     # ---- requests
 
@@ -143,7 +145,8 @@ class Scheduler:
         if rid in self.waiting or rid in self.preparing or rid in self.kv_manager.batch.slot_of:
             raise InvalidRequest(f"request {rid} exists already", code="duplicate_request")
         request = request_of(msg, self._num_arrivals, self.limits.max_model_len, self.vocab_size)
-        num_needed = self.kv_manager.peak_blocks(request.max_total - 1)
+        self.decoding.check(msg.sampling, len(request.tokens), msg.num_prompt)
+        num_needed = self.kv_manager.peak_blocks(self.decoding.goal(request.max_total - 1))
         num_usable = self.limits.num_blocks - 1  # all but the null block
         if num_needed > num_usable:
             raise InvalidRequest(
@@ -218,15 +221,15 @@ class Scheduler:
         if not builder.rows:
             assert not stores, "blocks were evicted although no row was scheduled"
             return None
-        slots, starts, counts = concatenate(builder.rows)
+        slots, starts, counts = builder.columns
         self.kv_manager.register(slots)
         plan = StepPlan(
             step=self.num_planned,
             slots_R=slots.astype(np.int32),
             starts_R=starts,
             counts_R=counts,
-            samples_R=batch.scheduled[slots] >= batch.known[slots],
-            num_drafts_R=self._num_drafts_of(slots) if self._may_have_drafts else None,
+            samples_R=batch.scheduled[slots] >= self.decoding.goal(batch.known[slots]),
+            num_drafts_R=drafts_among(batch, slots) if self._may_have_drafts else None,
             propose=self._speculates and (self.policy.propose or not self.limits.draft_model),
             diffs=diffs,
             new_requests=tuple(builder.new_requests),
@@ -307,7 +310,7 @@ class Scheduler:
             slots = batch.order
             start = batch.scheduled[slots]
             # At least 1: the position of a token that is still in flight.
-            count = np.maximum(batch.known[slots] - start, 1)
+            count = np.maximum(self.decoding.goal(batch.known[slots]) - start, 1)
             if self._may_have_drafts:
                 count += batch.num_drafts[slots]
             np.minimum(count, batch.max_scheduled[slots] - start, out=count)
@@ -317,7 +320,9 @@ class Scheduler:
                 batch.num_drafts[:] = 0  # a draft must not cost a preemption: plan without drafts
                 continue
             if int(count.min()) <= 0 or int(count.sum()) > builder.budget:
-                slots, start, count = fit_to_budget(slots, start, count, builder.budget)
+                slots, start, count = fit_to_budget(
+                    slots, start, count, builder.budget, self.decoding
+                )
             kv_manager.release_passed(slots, start, count)
             growth = kv_manager.growth(start, start + count)
             if kv_manager.num_new_blocks(growth) <= kv_manager.pool.num_free:
@@ -334,13 +339,6 @@ class Scheduler:
         kv_manager = self.kv_manager
         num_needed = kv_manager.num_new_blocks(kv_manager.growth(start, start + count))
         return int(count.sum()) <= budget and num_needed <= kv_manager.pool.num_free
-
-    def _num_drafts_of(self, slots: Slots) -> I32:
-        """Return how many of the scheduled tokens of each row are drafts."""
-        batch = self.kv_manager.batch
-        num_beyond_known = batch.scheduled[slots] - batch.known[slots]
-        num_drafts: I32 = np.where(batch.num_drafts[slots] > 0, num_beyond_known, 0)
-        return num_drafts
 
     def _schedule_waiting(self, builder: PlanBuilder) -> None:
         """Admit waiting requests in order, up to the first one that does not fit."""
@@ -372,7 +370,8 @@ class Scheduler:
                 )
             )
             start = batch.scheduled[slots]
-            count = np.minimum(batch.known[slots] - start, min(builder.budget, kv_manager.chunk))
+            count = self.decoding.goal(batch.known[slots]) - start
+            np.minimum(count, min(builder.budget, kv_manager.chunk), out=count)
             self._schedule(builder, slots, start, count, kv_manager.growth(start, start + count))
             kv_manager.register(slots)  # now, because the next request may have the same prefix
 
@@ -534,6 +533,8 @@ class Scheduler:
         if self.budget:
             self.budget.note(plan, result.took_us)
         drafts = self._settle_drafts(in_flight, live_R, result) if self._speculates else {}
+        if self.decoding.block:
+            self.kv_manager.unschedule_blocks(in_flight.slots[live_R & plan.samples_R])
         rids = batch.rid[slots]
         kv_params: dict[int, dict[str, Any]] = {}
         for row in np.flatnonzero(finish).tolist():

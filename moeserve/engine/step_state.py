@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.engine.kv_cache_manager import KVCacheManager
-from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult
+from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult, concatenate
 from moeserve.engine.requests import Request
 from moeserve.messages import StepRecord
 
@@ -24,6 +24,11 @@ class PlanBuilder:
     num_preempted: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+
+    @property
+    def columns(self) -> tuple[Slots, I32, I32]:
+        """The slots, starts and counts of all rows."""
+        return concatenate(self.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,8 @@ def _create_front_end(
     Raises ConfigError.
     """
     model = config.model
-    if read_model_spec(model_dir).num_experts:
+    spec = read_model_spec(model_dir)
+    if spec.num_experts:
         import moeserve.cluster.rebalancing  # noqa: F401  (slow, so here, in a thread)
     if not config.device.null_runner and model.load_format != "dummy":
         open_checkpoint(model_dir)  # to report errors before the engine has imported torch
@@ -124,7 +125,9 @@ def _create_front_end(
     if answer_format is not None:
         log.info("answers are parsed as %s; --tool-format sets another format", answer_format.name)
     defaults = generation_defaults(model_dir) if model.generation_config == "auto" else {}
-    if defaults:
+    if spec.diffusion is not None:  # greedy is the only way to decode blocks
+        defaults = {"temperature": 0.0}
+    elif defaults:
         log.info("sampling defaults from generation_config.json: %s", defaults)
     own_name = model.model if model_dir.name == "demo" else model_dir.name
     names = [name for name in (model.served_model_name or own_name).split(",") if name]

@@ -14,6 +14,7 @@ from torch import Tensor
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.load_plan import LoadPlan, Param, Piece, kind_of
+from moeserve.loader.row_table import MemoryRows, Rows
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import StoredWeight
 from moeserve.loader.stored_format import StoredFormat
@@ -21,6 +22,7 @@ from moeserve.loader.weights import Reader, empty_weight
 from moeserve.ops.quantized import E2M1, Quantized, QuantizeTo, Weight, group_of
 
 PAGE = (1 << 20) + 7  # random numbers that all weights repeat; odd, so that rows of a weight differ
+TABLE_ROWS = 4096  # different rows of a table that stays on disk
 _STEPS = {  # kind -> standard deviation and maximum of the values
     "int8": (32, 127),
     "fp8": (32, 127),
@@ -124,6 +126,12 @@ class RandomReader(Reader):
         if isinstance(one_expert, Quantized):
             return one_expert.each(expanded)
         return expanded(one_expert)
+
+    def row_table(self, param: Param, pieces: Sequence[Piece], dtype: torch.dtype) -> Rows:
+        """Return a table of few random rows, which repeat."""
+        rows = torch.empty(min(param.shape[0], TABLE_ROWS), param.shape[1], dtype=dtype)
+        _fill(zlib.crc32(param.name.encode()), rows)
+        return MemoryRows(rows)
 
     def jobs(
         self, piece: Piece, weight: Any, max_bytes: int | None = None

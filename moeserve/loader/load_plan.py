@@ -32,6 +32,7 @@ _MIXER_KINDS = {
     "q_a",
     "q_b",
     "kv_a",
+    "ngram_in",
 }
 _MLP_KINDS = {
     "gate_up",
@@ -41,6 +42,12 @@ _MLP_KINDS = {
     "dense_gate_up",
     "dense_down",
     "merge",
+}
+# The products of connections (blocks/gated_residual.py, blocks/hyper_connection.py)
+_CONNECTION_KINDS = {
+    f"{connection}_{product}"
+    for connection in ("attn_connection", "mlp_connection", "collapse")
+    for product in ("down", "up", "inject", "fn")
 }
 # The kinds of linear layers' weights
 LINEAR_KINDS = frozenset({*_MIXER_KINDS, *_MLP_KINDS, "w13", "w2"})
@@ -55,11 +62,23 @@ def is_packed(name: str) -> bool:
     """Return whether a parameter is the weight of a matrix product, which kernels pack."""
     return kind_of(name) in LINEAR_KINDS | {
         "router",
+        "attn_router",
+        "router_first",
+        "router_second",
         "lm_head",
         "shared_gate",
         "index_q",
         "index_k",
         "index_weights",
+        "compress",
+        "relative",
+        "profiles",
+        "sink",
+        "k",
+        "v",
+        "k_taps",
+        "v_taps",
+        *_CONNECTION_KINDS,
     }
 
 
@@ -80,6 +99,8 @@ class Param:
     # dequantized to the model's dtype on load, because no product reads it in the files' format
     widened: bool = False
     fp32: bool = False  # kept in fp32, whatever the model's dtype
+    int64: bool = False  # integers, such as the constants of a hash
+    on_disk: bool = False  # a table whose rows are read when they are needed (row_table.py)
 
     @property
     def quantized_on_load(self) -> bool:
@@ -133,6 +154,8 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
     """
     _check_coverage(plan)
     sources = {piece.source: (piece.shape, piece.transposed) for piece in plan.pieces}
+    int64 = {param.name for param in plan.params if param.int64}
+    integers = {piece.source for piece in plan.pieces if piece.param in int64}
     tensors = checkpoint.tensors
     stored = checkpoint.stored
     problems = []
@@ -140,7 +163,7 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
         if name in stored:
             problems.append(stored[name].mismatch(shape, transposed))
         elif name in tensors:
-            problems.append(_mismatch(tensors[name], shape))
+            problems.append(_mismatch(tensors[name], shape, integers=name in integers))
         else:
             file = checkpoint.missing.get(name)
             where = f" from {file}, where the index has it" if file else ""
@@ -170,11 +193,12 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
         )
 
 
-def _mismatch(tensor: TensorInfo, shape: tuple[int, ...]) -> str:
+def _mismatch(tensor: TensorInfo, shape: tuple[int, ...], *, integers: bool) -> str:
     if tensor.shape != shape:
         return f"{tensor} has shape {list(tensor.shape)}, config.json implies {list(shape)}"
-    if tensor.dtype not in SUPPORTED_DTYPES:
-        return f"{tensor} is {tensor.dtype}; supported: {', '.join(SUPPORTED_DTYPES)}"
+    supported = ("I64", "I32") if integers else SUPPORTED_DTYPES
+    if tensor.dtype not in supported:
+        return f"{tensor} is {tensor.dtype}; supported: {', '.join(supported)}"
     return ""
 
 

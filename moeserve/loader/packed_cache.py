@@ -50,7 +50,13 @@ from moeserve.version import __version__
 
 log = logging.getLogger(__name__)
 _native: Any = native()
-_NAMES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_NAMES = {
+    torch.uint8: "U8",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 # Bytes between calls of fsync. One call at the end could take longer than a start may go without a
 # heartbeat.
@@ -333,6 +339,8 @@ class CachedParams(Params):
 
     def _read(self, param: Param) -> Any:
         cached = self._cache.tensors
+        if param.on_disk:
+            return super()._read(param)
         if param.name in cached and not is_packed(param.name):
             return cached[param.name]
         # Outside of a device's context, torch functions take less time.

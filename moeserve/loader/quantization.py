@@ -61,6 +61,7 @@ _MODELOPT_SCALES = {  # quant_algo -> outputs and inputs that share a scale; 0: 
 }
 _MAX_SIZE = 2**20
 _USE_16_BITS = "use the float16 or bfloat16 checkpoint"
+_USE_ANOTHER = "experts in this format are not supported; use the checkpoint of the model's authors"
 
 
 def read_stored_formats(config: Fields) -> tuple[StoredFormat, ...]:
@@ -77,6 +78,9 @@ def read_stored_formats(config: Fields) -> tuple[StoredFormat, ...]:
     for source, key in itertools.product(sources, _KEYS):
         if source.values.get(key) not in (None, {}):
             section = _section(source, key, {"quant_method": "compressed-tensors"}, source.prefix)
+            if source.values.get("expert_dtype") is not None:  # DeepSeek-V4
+                outer = {"expert_dtype": source.values["expert_dtype"]}
+                section = replace(section, values={**outer, **section.values})
             method = section.choice("quant_method", tuple(WEIGHT_FORMATS))
             return tuple(WEIGHT_FORMATS[method](_with_defaults(section)))
     folder = config.path.parent
@@ -112,14 +116,23 @@ def _with_defaults(config: Fields, **defaults: Any) -> Fields:
 
 
 def read_fp8(config: Fields) -> list[StoredFormat]:
-    """Read DeepSeek's format: e4m3 with a scale per block, or per tensor without a block size."""
-    config = _with_defaults(config, fmt="e4m3", weight_block_size=None)
+    """Read DeepSeek's format: e4m3 with a scale per block, or per tensor without a block size.
+
+    The experts of DeepSeek-V4 may be e2m1 with a scale per 32 inputs.
+    """
+    config = _with_defaults(
+        config, fmt="e4m3", weight_block_size=None, expert_dtype="fp8", moe_quant_algo=None
+    )
+    config.unsupported("moe_quant_algo", _USE_ANOTHER)
     config.choice("fmt", ("e4m3",))
     rows = 0
     group = 0
     if config.raw("weight_block_size") is not None:
         rows, group = _block_size(config, "weight_block_size")
-    return [StoredFormat(kind="fp8", rows=rows, group=group, activations=True)]
+    stored = StoredFormat(kind="fp8", rows=rows, group=group, activations=True)
+    if config.choice("expert_dtype", ("fp8", "fp4")) == "fp8":
+        return [stored]
+    return [stored, StoredFormat(kind="fp4", layout="nibbles", group=32)]
 
 
 def _block_size(config: Fields, key: str) -> tuple[int, int]:

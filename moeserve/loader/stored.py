@@ -10,7 +10,7 @@ In an unquantized checkpoint the weight is `x.weight`, or `x` for fused experts.
                                      unquantized weight is transposed
     words      x.weight_packed       int32 [N, K / 8 or 4], lowest bits: first input
                x.weight_zero_point   int32 [N / 8, C] of eight outputs, for asymmetric int4
-    nibbles    x.weight_packed       uint8 [N, K / 2], lowest bits: first input; or x.weight
+    nibbles    x.weight_packed       uint8 or int8 [N, K / 2], lowest bits: first input; or x.weight
     blocks     x.weight_blocks       uint8 [N, C, 16], lowest bits: first input
                x.weight_scales       [N, C]
     gptq       x.qweight             int32 [K / 8 or 4, N], lowest bits: first input
@@ -22,7 +22,8 @@ In an unquantized checkpoint the weight is `x.weight`, or `x` for fused experts.
                x.scales              [C, N]
                x.qzeros              int32 [C, N / 8], likewise
 
-The scales of the other layouts are x.weight_scale or x.weight_scale_inv: floats, or e8m0, or e4m3.
+The scales of the other layouts are x.weight_scale, x.weight_scale_inv or x.scale (DeepSeek-V4):
+floats, or e8m0, or e4m3.
 Those in e4m3 are multiplied by x.weight_scale_2 (ModelOpt), or divided by x.weight_global_scale
 (compressed-tensors). Tensors about activations or shapes are not used.
 
@@ -180,20 +181,20 @@ def _candidates(
     base: the unquantized weight's name.
     """
     if len(values.shape) < 2 or values.name.endswith(
-        (*_SCALE_SUFFIXES, *_OUTER_SCALE_SUFFIXES, "_scales", "_zero_point", "_shape")
+        (*_SCALE_SUFFIXES, *_OUTER_SCALE_SUFFIXES, ".scale", "_scales", "_zero_point", "_shape")
     ):
         return
     module = base.removesuffix("weight")
     for stored_format in formats:
         suffixes = _SUFFIXES_OF_LAYOUT[stored_format.layout]
-        if values.dtype != stored_format.values_dtype or suffix not in suffixes:
+        if values.dtype not in stored_format.values_dtypes or suffix not in suffixes:
             continue
         if suffix == ".qweight":
             scales_names: tuple[str, ...] = (module + "scales",)
         elif suffix == "_blocks":
             scales_names = (base + "_scales",)
         else:
-            scales_names = tuple(base + end for end in _SCALE_SUFFIXES)
+            scales_names = (module + "scale", *(base + end for end in _SCALE_SUFFIXES))
         scales = next((tensors[name] for name in scales_names if name in tensors), None)
         if scales is None:
             raise CheckpointError(

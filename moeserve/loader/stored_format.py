@@ -55,6 +55,11 @@ class StoredFormat:
         return "U8" if self.kind == "fp4" else "I32"
 
     @property
+    def values_dtypes(self) -> tuple[str, ...]:
+        """The dtypes that the values may have. The bytes of DeepSeek-V4's fp4 pairs are signed."""
+        return ("U8", "I8") if self.layout == "nibbles" else (self.values_dtype,)
+
+    @property
     def weights_per_element(self) -> int:
         """The number of weights in one element of the values' tensor."""
         bytes_per_element = 4 if self.values_dtype == "I32" else 1

@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections import UserDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -39,6 +39,7 @@ from moeserve.loader.load_plan import (
     is_packed,
     part_shape,
 )
+from moeserve.loader.row_table import RowFiles, Rows, RowTable, Shard
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import with_shape
 from moeserve.loader.stored_format import StoredFormat, common_format
@@ -61,6 +62,7 @@ DTYPES = {  # name in the files -> dtype of the bytes as they are read
     "F8_E8M0": torch.uint8,
     "U8": torch.uint8,
     "I32": torch.int32,
+    "I64": torch.int64,
 }
 # The same alignment as torch's own tensors: libraries choose code paths by it.
 ALIGNMENT_BYTES = 64
@@ -79,7 +81,10 @@ def empty_weight(
     """Return an uninitialized parameter: quantized if `format_of` returns a format for it."""
     weight_format = format_of(checkpoint, param, pieces)
     if weight_format is None:
-        dtype = torch.float32 if param.fp32 else dtype
+        if param.int64:
+            dtype = torch.int64
+        elif param.fp32:
+            dtype = torch.float32
         return torch.empty(param.shape, dtype=dtype, device=device)
     empty = _empty_quantized(weight_format, param.shape, dtype, device)
     return replace(empty, activations=weight_format.activation_format(checkpoint.activations))
@@ -87,8 +92,8 @@ def empty_weight(
 
 def format_of(checkpoint: Checkpoint, param: Param, pieces: list[Piece]) -> StoredFormat | None:
     """Return the quantized format in which a parameter is loaded; None if it is not quantized."""
-    if param.widened:
-        return None  # it is dequantized on load
+    if param.widened or param.on_disk:
+        return None  # it is dequantized on load, or when a row is read
     stored = [checkpoint.stored.get(piece.source) for piece in pieces]
     piece_formats = [weight.format if weight else None for weight in stored]
     weight_format = common_format(
@@ -191,6 +196,13 @@ def _split_experts(piece: Piece) -> Iterator[tuple[Piece, Index]]:
         yield replace(piece, take=(expert, *piece.take[1:])), (i,)
 
 
+def _first_row(piece: Piece) -> int:
+    """Return the first row of a parameter that a piece fills."""
+    rows = piece.at[0]
+    assert isinstance(rows, slice), piece
+    return int(rows.start)
+
+
 class ReusedMemory:
     """A pool of buffers for short-lived tensors.
 
@@ -255,6 +267,21 @@ class Reader:
         if isinstance(weight, Quantized):
             return weight.each(self._reused.empty_like)
         return self._reused.empty_like(weight)
+
+    def row_table(self, param: Param, pieces: Sequence[Piece], dtype: torch.dtype) -> Rows:
+        """Return a table that stays in the files. It opens them itself."""
+        tensors = self._checkpoint.tensors
+        shards = [Shard(_first_row(piece), tensors[piece.source]) for piece in pieces]
+        stored = self._checkpoint.stored.get(pieces[0].source)
+
+        def decode_rows(rows: Tensor) -> Tensor:
+            if stored is None:
+                return rows.view(DTYPES[shards[0].tensor.dtype]).to(dtype)
+            raw = read_raw(stored.values, (), lambda tensor, take: rows)
+            return dense(decode(stored.values, raw)).to(dtype)
+
+        files = RowFiles(sorted(shards, key=lambda shard: shard.first))
+        return RowTable(files, decode_rows)
 
     def jobs(
         self, piece: Piece, weight: Weight, max_bytes: int | None = None
@@ -451,7 +478,12 @@ class Params(UserDict[str, Any]):
         if self._device.type != "meta":  # a model of many experts has thousands of pieces
             check_plan(checkpoint, plan)
             pieces = _in_order_of_files(plan.pieces, checkpoint)
-            self._total_bytes = sum(_stored_bytes(piece, checkpoint) for piece in plan.pieces)
+            on_disk = {param.name for param in plan.params if param.on_disk}
+            self._total_bytes = sum(
+                _stored_bytes(piece, checkpoint)
+                for piece in plan.pieces
+                if piece.param not in on_disk
+            )
         for piece in pieces:
             self._pieces[piece.param].append(piece)
         self._threads = threads or max(2, min(16, os.cpu_count() or 1))
@@ -470,8 +502,10 @@ class Params(UserDict[str, Any]):
         param = self.data[name]
         return self._read(param) if isinstance(param, Param) else param
 
-    def _read(self, param: Param) -> Weight:
+    def _read(self, param: Param) -> Any:
         pieces = self._pieces[param.name]
+        if param.on_disk:
+            return self._reader.row_table(param, pieces, self._dtype)
         weight = self._reader.allocate(param, pieces, self._dtype, self._device)
         is_meta = self._device.type == "meta"
         if not is_meta:

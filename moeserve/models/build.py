@@ -9,7 +9,8 @@ from typing import Any
 from moeserve.blocks.build import Builder
 from moeserve.blocks.feed_forward import MoE
 from moeserve.blocks.feed_forward_layer import build_feed_forward
-from moeserve.blocks.kinds import build_mixer
+from moeserve.blocks.kinds import build_connection, build_mixer
+from moeserve.blocks.mixer import TILED
 from moeserve.blocks.norm import Norm
 from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.comm.world import World, share
@@ -71,6 +72,8 @@ def build_decoder(
         max_position=max_position,
     )
     group_rules = list(dict.fromkeys(spec.kv_rules))  # one KV group per rule
+    if spec.state_layers:
+        build.state_group = group_rules.index(TILED)
     layers = [
         build_layer(build, spec, layer, f"layers.{i}.", group=group_rules.index(layer.mixer.rule))
         for i, layer in enumerate(spec.layers)
@@ -83,8 +86,18 @@ def build_decoder(
     columns = build.columns("lm_head", spec.vocab_size)
     # A single rank has all columns, so it needs no gather.
     head = columns.part if tp.size == 1 else columns
-    norm = build_norm(build, spec, "norm")
-    decoder = make(spec=spec, ops=ops, embed_VD=embed, layers=layers, norm=norm, head=head)
+    decoder = make(
+        spec=spec,
+        ops=ops,
+        embed_VD=embed,
+        layers=layers,
+        norm=build_norm(build, spec, "norm", spec.norm.last_eps_factor)
+        if spec.has_final_norm
+        else None,
+        head=head,
+        embed_norm=build_norm(build, spec, "embed_norm") if spec.embedding_norm else None,
+        collapse=build_connection(spec.collapse, build, "collapse_"),
+    )
     slots.finish()
     decoder.weight_slots = slots
     return decoder
@@ -159,6 +172,7 @@ def _plan_moe(
         hidden_size=spec.hidden_size,
         expert_size=spec.expert_size,
         swiglu=all(block.activation.plain for block in blocks),
+        capped=any(block.activation.capped for block in blocks),
         fp8_blocks=any(
             stored.kind == "fp8" and stored.rows == stored.group == 128 for stored in spec.stored
         ),
@@ -170,11 +184,11 @@ def _plan_moe(
     return plan
 
 
-def build_norm(build: Builder, spec: ModelSpec, name: str) -> Norm:
+def build_norm(build: Builder, spec: ModelSpec, name: str, eps_factor: float = 1.0) -> Norm:
     """Build the norm with the weight `name`, and its bias if the model has one."""
     return Norm(
         ops=build.ops,
-        eps=spec.norm_eps,
+        eps=spec.norm_eps * eps_factor,
         weight_D=build.norm(name),
         bias_D=build.fp32(name + "_bias") if spec.norm.bias else None,
         centred=spec.norm.centred,
@@ -187,11 +201,17 @@ def build_layer(build: Builder, spec: ModelSpec, layer: LayerSpec, name: str, gr
     feed_forward = None
     if layer.feed_forward is not None:
         feed_forward = build_feed_forward(layer.feed_forward, build, name)
+    eps_factors = dict(zip(("attn_norm", "mlp_norm"), layer.eps_factors, strict=True))
     return Layer(
         mixer=mixer,
         feed_forward=feed_forward,
-        **{norm: build_norm(build, spec, name + norm) for norm, _ in layer.norms},
+        **{
+            norm: build_norm(build, spec, name + norm, eps_factors.get(norm, 1.0))
+            for norm, _ in layer.norms
+        },
         parallel=layer.parallel,
         reads_stream=isinstance(layer.feed_forward, MoE) and layer.feed_forward.beside is not None,
         scale=build.fp32(name + "scale") if layer.scaled else None,
+        attn_connection=build_connection(layer.attn_connection, build, name + "attn_connection_"),
+        mlp_connection=build_connection(layer.mlp_connection, build, name + "mlp_connection_"),
     )

@@ -15,6 +15,14 @@ from torch.nn.functional import pad
 from moeserve.blocks.feed_forward_layer import FeedForwardLayer
 from moeserve.blocks.mixer import MixerLayer, Prepare
 from moeserve.blocks.norm import Norm
+from moeserve.blocks.residual_layer import (
+    AddNorm,
+    ConnectionLayer,
+    Junction,
+    Reconnect,
+    Residual,
+    read,
+)
 from moeserve.blocks.weight_slots import WeightSlots
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.layer import MoELayer
@@ -37,13 +45,16 @@ class Layer:
     parallel: bool = False  # both blocks read the same input
     scale: Tensor | None = None  # multiplies the residual stream after the layer
     reads_stream: bool = False  # the feed-forward block also reads the residual stream
+    # The connections of both blocks, in models with several residual streams
+    attn_connection: ConnectionLayer | None = None
+    mlp_connection: ConnectionLayer | None = None
 
 
 class Stream(NamedTuple):
     """The activations that are passed from layer to layer, each [T', D]."""
 
     x: Tensor  # the input of the next layer's mixer: the normed residual stream
-    residual: Tensor  # the residual stream
+    residual: Any  # the residual stream; `Residual` if the model has several
     # The residual streams before the layers `spec.aux_hidden_layers` that have run so far.
     aux: tuple[Tensor, ...] = ()
 
@@ -79,7 +90,8 @@ class Stage:
         for i, cache in zip(self.layers, caches, strict=True):
             layer = decoder.layers[i]
             if i in aux_layers:
-                aux = (*aux, residual.clone())  # the next sum may be written to `residual`
+                # A copy, because the next sum may be written to `residual`
+                aux = (*aux, all_streams(residual).clone())
             prepared = forward_pass.prepared[layer.mixer.prepare]
             if layer.feed_forward is None:
                 x = layer.mixer(x, prepared, cache, context)
@@ -87,11 +99,12 @@ class Stage:
                 mixed = layer.mixer(x, prepared, cache, context)
                 x = layer.feed_forward(x, context, ubatch) + mixed
             else:
-                x, residual = decoder.mix_and_add(layer, x, residual, prepared, cache, context)
+                x, residual = decoder.mix_and_add(
+                    layer.mixer, decoder.inner[i], x, residual, prepared, cache, context
+                )
                 extra_inputs = (residual,) if layer.reads_stream else ()
                 x = layer.feed_forward(x, context, ubatch, *extra_inputs)
-            norm = decoder.norm_after(i)
-            x, residual = decoder.add_to_stream(x, residual, layer.mlp_post_norm, norm, layer.scale)
+            x, residual = decoder.add_to_stream(decoder.outer[i], x, residual)
         return Stream(x, residual, aux)
 
 
@@ -107,18 +120,24 @@ class Decoder:
     ops: Ops
     embed_VD: Tensor
     layers: Sequence[Layer]
-    norm: Norm
+    norm: Norm | None  # the final norm; None: `collapse` has normed its result
     head: LinearMethod  # the LM head
+    embed_norm: Norm | None = None  # a norm of embeddings (Inkling)
     # For an MTP head: maps embeddings and the target model's hidden states, [T', D] each, to the
     # residual stream.
     merge: Callable[[Tensor, Tensor, RowContext], Tensor] | None = None
+    # Reduces several residual streams to the input of the final norm
+    collapse: ConnectionLayer | None = None
     # Where the model's parameters are. Set when the model is built.
     weight_slots: WeightSlots = field(init=False)
 
     def __post_init__(self) -> None:
         self._prepares = dict.fromkeys(layer.mixer.prepare for layer in self.layers)
-        self.mix_and_add = self.ops.compile(self._mix_and_add)
-        self.add_to_stream = self.ops.compile(self._add_to_stream)
+        # Between a layer's two blocks (unused without a second block); after each layer
+        self.inner = [self._inner_junction(layer) for layer in self.layers]
+        self.outer = [self._outer_junction(i) for i in range(len(self.layers))]
+        self.mix_and_add = self.ops.compile(_mix_and_add)
+        self.add_to_stream = self.ops.compile(_add_to_stream)
         self._stages = self.stages(1)
 
     def stages(self, count: int) -> tuple[Stage, ...]:
@@ -132,7 +151,9 @@ class Decoder:
         """Return hidden states after the final norm, [T, D].
 
         If `spec.aux_hidden_layers` has n layers, their hidden states are appended as columns:
-        [T, D * (1 + n)]. caches: the layers' caches, to which the tokens' entries are written.
+        [T, D * (1 + n * num_streams)].
+
+        caches: the layers' caches, to which the tokens' entries are written.
         """
         num_tokens = inputs.ids_T.shape[0]
         stream, forward_pass = self.begin(inputs, ubatch)
@@ -143,7 +164,8 @@ class Decoder:
             # `stream.aux` has the residual streams before the layers in `aux_layers`, in ascending
             # order. The one after the last layer is `stream.residual`: layer number `num_layers`.
             # If `aux_layers` does not have this number, `zip` drops `stream.residual`.
-            aux = dict(zip(sorted(aux_layers), (*stream.aux, stream.residual), strict=False))
+            last = all_streams(stream.residual)
+            aux = dict(zip(sorted(aux_layers), (*stream.aux, last), strict=False))
             hidden = torch.cat((hidden, *(aux[layer] for layer in aux_layers)), 1)
         return hidden[:num_tokens]
 
@@ -159,30 +181,52 @@ class Decoder:
             if target_hidden is not None:
                 target_hidden = EmbedPatch(pad(target_hidden.hidden_TD, (0, 0, 0, extra)))
         prepared = {prepare: prepare(inputs, positions) for prepare in self._prepares}
-        context = RowContext(num_tokens if inputs.live is None else inputs.live, ubatch.index)
+        context = RowContext(num_tokens if inputs.live is None else inputs.live, ubatch.index, ids)
         x, residual = self._embed(ids, target_hidden, context)
         return Stream(x, residual), ForwardPass(prepared, context, ubatch)
 
     def _embed(
         self, ids_T: Tensor, target_hidden: EmbedPatch | None, context: RowContext
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Any]:
         """Embed padded tokens, and return (input of the first mixer, residual stream).
 
         target_hidden: the target model's hidden states, if this model is a drafter.
         """
         residual = self.ops.embedding(ids_T, self.embed_VD)
+        if self.embed_norm is not None:
+            residual = self.embed_norm(residual)
         if self.spec.embedding_scale != 1.0:
             residual = residual * self.spec.embedding_scale
         if self.merge is not None:
             assert target_hidden is not None
             residual = self.merge(residual, target_hidden.hidden_TD, context)
-        norm = self.layers[0].attn_norm
-        x = residual if norm is None else norm(residual)
+        first = self.layers[0]
+        if first.attn_connection is not None:
+            if self.merge is None:  # otherwise, `merge` has returned all streams
+                residual = residual.repeat(1, self.spec.num_streams)
+            return read(first.attn_connection, first.attn_norm, Residual(residual))
+        x = residual if first.attn_norm is None else first.attn_norm(residual)
         return x, residual
 
-    def norm_after(self, layer: int) -> Norm | None:
-        """Return the norm that follows a layer: the next layer's first norm, or the final norm."""
-        return self.layers[layer + 1].attn_norm if layer + 1 < len(self.layers) else self.norm
+    def _inner_junction(self, layer: Layer) -> Junction:
+        """Return the junction between a layer's mixer and its feed-forward block."""
+        if layer.attn_connection is not None and layer.mlp_connection is not None:
+            return Reconnect(layer.attn_connection, layer.mlp_connection, layer.mlp_norm)
+        return AddNorm(layer.mlp_norm, layer.attn_post_norm, self.spec.residual_scale)
+
+    def _outer_junction(self, index: int) -> Junction:
+        """Return the junction that follows a layer. It ends with the next layer's first norm, or
+        the final norm.
+        """
+        layer = self.layers[index]
+        is_last = index + 1 == len(self.layers)
+        norm = self.norm if is_last else self.layers[index + 1].attn_norm
+        before = layer.attn_connection if layer.feed_forward is None else layer.mlp_connection
+        if before is None:
+            return AddNorm(norm, layer.mlp_post_norm, self.spec.residual_scale, layer.scale)
+        after = self.collapse if is_last else self.layers[index + 1].attn_connection
+        assert after is not None, "all blocks have connections, or none has one"
+        return Reconnect(before, after, norm)
 
     @property
     def why_not_recordable(self) -> str | None:
@@ -193,7 +237,15 @@ class Decoder:
         """
         if not self.ops.triton:
             return "only Triton kernels can be recorded, and this model uses others"
-        return next((why for layer in self.moe_layers if (why := layer.why_not_recordable)), None)
+        of_experts = (why for layer in self.moe_layers if (why := layer.why_not_recordable))
+        return next(of_experts, None) or self.why_mixers_not_recordable
+
+    @property
+    def why_mixers_not_recordable(self) -> str | None:
+        """Why no CUDA graph can record one of the mixers; None if one can."""
+        # Most mixers do not have this attribute.
+        reasons = (getattr(layer.mixer, "why_not_recordable", None) for layer in self.layers)
+        return next((why for why in reasons if why), None)
 
     @property
     def moe_layers(self) -> list[MoELayer]:
@@ -225,41 +277,25 @@ class Decoder:
             logits_SV = self.ops.soft_cap(logits_SV, self.spec.logits_cap)
         return logits_SV
 
-    def _mix_and_add(
-        self,
-        layer: Layer,
-        x: Tensor,
-        residual: Tensor,
-        prepared: Any,
-        cache: LayerCache,
-        context: RowContext,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the mixer, add its output to the residual stream, and apply the second norm."""
-        mixed = layer.mixer(x, prepared, cache, context)
-        return self._add_to_stream(mixed, residual, layer.attn_post_norm, layer.mlp_norm, None)
 
-    def _add_to_stream(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        post_norm: Norm | None,
-        norm: Norm | None,
-        scale: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Add a block's output x to the residual stream, and return (input of the next block,
-        residual stream).
+def all_streams(residual: Any) -> Tensor:
+    """Return the residual stream [T', D], or all streams [T', C]."""
+    return residual.streams_TC if isinstance(residual, Residual) else residual
 
-        post_norm: applied to x first. norm: applied to the next block's input. scale: multiplies
-        the new residual stream.
-        """
-        if post_norm is not None:
-            x = post_norm(x)
-        if self.spec.residual_scale != 1.0:
-            x = x * self.spec.residual_scale
-        if norm is not None and scale is None:
-            return norm.add(x, residual)
-        total = x + residual
-        if scale is not None:
-            total = (total * scale).to(total.dtype)
-        x = total if norm is None else norm(total)
-        return x, total
+
+def _mix_and_add(
+    mixer: MixerLayer,
+    junction: Junction,
+    x: Tensor,
+    residual: Any,
+    prepared: Any,
+    cache: LayerCache,
+    context: RowContext,
+) -> tuple[Tensor, Any]:
+    """Run the mixer and the junction after it."""
+    return junction(mixer(x, prepared, cache, context), residual)
+
+
+def _add_to_stream(junction: Junction, x: Tensor, residual: Any) -> tuple[Tensor, Any]:
+    """Run the junction after a layer."""
+    return junction(x, residual)

@@ -44,11 +44,13 @@ def _v32(config: Fields) -> family.SpecFields:
     return _with_layers(config, [_attention(config)] * family.num_layers(config))
 
 
-def _indexer_types(config: Fields) -> list[str]:
+def indexer_types(config: Fields, first: int = 0) -> list[str]:
     """Read which layers have an indexer ("full"), and which reuse another's selection ("shared").
 
     config.json has a list, a pattern ("FSSF"), or a frequency: then all layers up to
     `index_skip_topk_offset` - 1, and every `index_topk_freq`-th layer after it, have an indexer.
+
+    first: the first layer that may have one.
     """
     count = family.num_layers(config)
     key = "index_topk_pattern" if config.raw("indexer_types") is None else "indexer_types"
@@ -56,7 +58,7 @@ def _indexer_types(config: Fields) -> list[str]:
     if kinds is None:
         frequency = max(config.integer("index_topk_freq", 0, family.MAX_LAYERS), 1)
         last_of_first = config.integer("index_skip_topk_offset", 0, family.MAX_LAYERS) - 1
-        return [
+        kinds = [
             "full" if max(i - last_of_first, 0) % frequency == 0 else "shared" for i in range(count)
         ]
     if isinstance(kinds, str) and key == "index_topk_pattern":
@@ -67,15 +69,16 @@ def _indexer_types(config: Fields) -> list[str]:
         or any(kind not in _TYPE_OF_LETTER.values() for kind in kinds)
     ):
         raise config.error(key, f"it must list full or shared for each of {count} layers")
-    if kinds[0] != "full":
+    if kinds[first] != "full":
         raise config.error(
-            key, "the first layer must be full, because there is no selection to share yet"
+            key,
+            f"the first layer must be full (layer {first}): there is no selection to share yet",
         )
     return kinds
 
 
 def _glm_5(config: Fields) -> family.SpecFields:
-    kinds = _indexer_types(config)
+    kinds = indexer_types(config)
     mixers = [_attention(config, interleaved=True, shared=kind == "shared") for kind in kinds]
     return _with_layers(config, mixers)
 

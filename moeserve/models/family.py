@@ -54,6 +54,10 @@ class Family:
     names: Names = field(default_factory=Names)  # names of the checkpoint's tensors
     aliases: dict[str, str] = field(default_factory=dict)  # another spelling -> key that is read
     text: str = ""  # the key of the text model's config, if the model is multimodal
+    text_optional: bool = False  # without that key, the text model's keys are those of config.json
+    # transformers computes the model with this class of another family, and names this class in the
+    # checkpoints that it saves; "": with a class of its own.
+    saved_as: str = ""
     hidden_act: str = "silu"  # the only supported activation
 
     @property
@@ -61,7 +65,9 @@ class Family:
         """`model_type` as a tuple."""
         return (self.model_type,) if isinstance(self.model_type, str) else self.model_type
 
-    def inside(self, architecture: str, model_type: str, **names: Any) -> "Family":
+    def inside(
+        self, architecture: str, model_type: str | tuple[str, ...], **names: Any
+    ) -> "Family":
         """Return a multimodal architecture whose text model is this one.
 
         names: fields of `Names` that differ.
@@ -170,7 +176,7 @@ def latent_attention(config: Fields, *, rotates: bool = True, **options: Any) ->
     attention scores are multiplied by the square of its temperature.
     """
     nope_dim = config.integer("qk_nope_head_dim", 2, MAX_HEADS)
-    rope_dim = config.integer("qk_rope_head_dim", 2, MAX_HEADS)
+    rope_dim = config.integer("qk_rope_head_dim", 2 if rotates else 0, MAX_HEADS)
     if rope_dim % 2:
         raise config.error("qk_rope_head_dim", "it must be even for the rotary embedding")
     scaling = rope_fields(config)

@@ -27,11 +27,10 @@ async def local_config(config: Config, report: Report) -> Config:
 
     Downloads a draft model as well, whose name stays. Raises CheckpointError.
     """
-    draft = _draft_of(config)  # a wrong name is told before the model is downloaded
-    config = await _with_local_model(config, report)
-    if draft is not None:
+    draft = _draft_of(config)
+    if draft is not None:  # first, because it is small: a wrong name is told at once
         await fetch(draft, report, is_draft=True)
-    return config
+    return await _with_local_model(config, report)
 
 
 def _draft_of(config: Config) -> HubName | None:

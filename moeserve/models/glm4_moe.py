@@ -1,8 +1,13 @@
 """GLM-4.5, 4.6 and 4.7: DeepSeek-V3's experts with grouped-query attention, whose rotary embedding
 covers half of each head.
 
-Source: arXiv 2508.06471.
+Of GLM-4.5V and 4.6V, only the text model is supported, for which the three axes of its rotary
+embedding are the same.
+
+Source: arXiv 2508.06471, 2507.01006.
 """
+
+from dataclasses import replace
 
 from moeserve.loader.fields import Fields
 from moeserve.models import family
@@ -21,6 +26,12 @@ def _spec_fields(config: Fields) -> family.SpecFields:
     )
     blocks = family.first_dense(config, experts, family.dense(config))
     return family.with_mtp(config, family.layers(config, mixer, blocks))
+
+
+def _glm4v_moe(config: Fields) -> family.SpecFields:
+    """Return the fields of GLM-4.5V. Layers for multi-token prediction are not loaded."""
+    config.only(use_qk_norm=False)
+    return _spec_fields(config) | {"mtp": None}
 
 
 FAMILY = family.Family(
@@ -44,5 +55,21 @@ FAMILY = family.Family(
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-5,
         "use_qk_norm": False,
+    },
+)
+VISION = replace(
+    FAMILY.inside(
+        architecture="Glm4vMoeForConditionalGeneration",
+        model_type="glm4v_moe",
+        model="model.language_model.",
+        foreign=("model.visual.",),
+    ),
+    fields=_glm4v_moe,
+    defaults=FAMILY.defaults
+    | {
+        "attention_bias": True,
+        "max_position_embeddings": 65536,
+        "num_nextn_predict_layers": 0,
+        "vocab_size": 151424,
     },
 )

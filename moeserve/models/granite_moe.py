@@ -2,6 +2,8 @@
 a layer in one tensor, and multipliers of embeddings, attention scores, block outputs and logits.
 
 - GraniteMoeShared: with a shared expert (the attention-only form of the granite-4.0 tiny previews).
+- GraniteMoeSWA (granite-swash-3b-a600m): most layers have a sliding window. All have attention
+  sinks, and a base of the rotary embedding of their own, or no position encoding.
 - Granite 4 (granite-4.0-h-tiny, h-small): most layers are Mamba-2, the others attention without
   position encoding. In models without experts, the shared expert is the whole feed-forward block.
 
@@ -10,14 +12,18 @@ Source: arXiv 2408.13359, huggingface.co/ibm-granite.
 
 import math
 from dataclasses import replace
+from typing import Any
 
+from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
 from moeserve.blocks.mamba2 import Mamba2
 from moeserve.blocks.weights import ExpertNames, Names
+from moeserve.engine.kv_rule import FULL, KVRule
 from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 
+MAX_THETA = 1e12
 KINDS = {  # name in releases or in transformers 5 -> name in transformers 5
     "mamba": "linear_attention",
     "linear_attention": "linear_attention",
@@ -26,25 +32,79 @@ KINDS = {  # name in releases or in transformers 5 -> name in transformers 5
 }
 
 
-def _spec_fields(config: Fields, shared: SharedExpert | None = None) -> family.SpecFields:
+def _granite_moe(config: Fields) -> family.SpecFields:
+    return _spec_fields(config, _attention(config, family.no_window(config)), _experts(config))
+
+
+def _spec_fields(
+    config: Fields, mixers: Attention | list[Attention], experts: MoE
+) -> family.SpecFields:
+    return {"layers": family.layers(config, mixers, experts), **_multipliers(config)}
+
+
+def _attention(config: Fields, rule: KVRule, **options: Any) -> Attention:
     scale = config.number("attention_multiplier", 0, family.MAX_MULTIPLIER)
-    mixer = family.attention(
-        config, rule=family.no_window(config), scale=scale, **family.attention_bias(config)
-    )
-    experts = family.moe(
-        config,
-        size_key="intermediate_size",
-        router=RouterRule(score="softmax_selected"),
-        shared=shared,
-    )
-    return {"layers": family.layers(config, mixer, experts), **_multipliers(config)}
+    bias = family.attention_bias(config)
+    return family.attention(config, rule=rule, scale=scale, **bias, **options)
+
+
+def _experts(config: Fields, shared: SharedExpert | None = None) -> MoE:
+    router = RouterRule(score="softmax_selected")
+    return family.moe(config, size_key="intermediate_size", router=router, shared=shared)
+
+
+def _with_shared_expert(config: Fields) -> MoE:
+    if config.raw("shared_intermediate_size") == 0:
+        return _experts(config)
+    size = config.integer("shared_intermediate_size", 1, family.MAX_WIDTH)
+    return _experts(config, SharedExpert(size=size, name="shared_mlp"))
 
 
 def _granite_moe_shared(config: Fields) -> family.SpecFields:
-    if config.raw("shared_intermediate_size") == 0:
-        return _spec_fields(config)
-    size = config.integer("shared_intermediate_size", 1, family.MAX_WIDTH)
-    return _spec_fields(config, SharedExpert(size=size, name="shared_mlp"))
+    mixer = _attention(config, family.no_window(config))
+    return _spec_fields(config, mixer, _with_shared_expert(config))
+
+
+def _granite_moe_swa(config: Fields) -> family.SpecFields:
+    default = [
+        "sliding_attention" if i % 4 else "full_attention" for i in range(family.num_layers(config))
+    ]
+    kinds = family.layer_types(config, default=default)
+    window = family.sliding_window(config)
+    if window is None and "sliding_attention" in kinds:
+        raise config.error("sliding_window", "sliding layers need a number of tokens")
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    full = _attention(config, FULL, sinks=True)
+    mixers = [
+        _with_theta(replace(full, rule=KVRule(window=window)), theta)
+        for window, theta in zip(windows, _thetas(config), strict=True)
+    ]
+    return _spec_fields(config, mixers, _with_shared_expert(config))
+
+
+def _thetas(config: Fields) -> list[float | None]:
+    """Read the base of each layer's rotary embedding: 0 for none, None for the model's."""
+    count = family.num_layers(config)
+    thetas = config.raw("layer_rope_theta")
+    if thetas is None:
+        return [None] * count
+    if (
+        not isinstance(thetas, list)
+        or len(thetas) != count
+        or any(type(theta) not in (int, float) or not 0 <= theta <= MAX_THETA for theta in thetas)
+    ):
+        raise config.error(
+            "layer_rope_theta", f"it must list a number from 0 to {MAX_THETA:g} per layer"
+        )
+    return thetas
+
+
+def _with_theta(attention: Attention, theta: float | None) -> Attention:
+    if theta == 0:
+        return family.without_rope(attention)
+    if theta is None or attention.rope is None:
+        return attention
+    return replace(attention, rope=replace(attention.rope, theta=float(theta)))
 
 
 def _multipliers(config: Fields) -> family.SpecFields:
@@ -56,8 +116,7 @@ def _multipliers(config: Fields) -> family.SpecFields:
 
 
 def _granite_4(config: Fields) -> family.SpecFields:
-    scale = config.number("attention_multiplier", 0, family.MAX_MULTIPLIER)
-    full = family.attention(config, scale=scale, **family.attention_bias(config))
+    full = _attention(config, FULL)
     if config.raw("position_embedding_type") != "rope":
         full = family.without_rope(full)
     default = ["linear_attention"] * family.num_layers(config)
@@ -76,13 +135,7 @@ def _feed_forward(config: Fields) -> Dense | MoE:
     size = config.integer("shared_intermediate_size", 1, family.MAX_WIDTH)
     if config.values.get("num_local_experts") == 0:
         return Dense(size=size, name="shared_mlp")
-    shared = SharedExpert(size=size, name="shared_mlp")
-    return family.moe(
-        config,
-        size_key="intermediate_size",
-        router=RouterRule(score="softmax_selected"),
-        shared=shared,
-    )
+    return _experts(config, SharedExpert(size=size, name="shared_mlp"))
 
 
 def _mamba(config: Fields) -> Mamba2:
@@ -127,7 +180,7 @@ def time_limit(config: Fields) -> tuple[float, float]:
 FAMILY = family.Family(
     architecture="GraniteMoeForCausalLM",
     model_type="granitemoe",
-    fields=_spec_fields,
+    fields=_granite_moe,
     defaults=family.sizes(
         vocab=32000,
         hidden=4096,
@@ -180,6 +233,13 @@ SHARED = replace(
             "shared_mlp.down_proj.weight": ("shared_mlp.output_linear.weight",),
         },
     ),
+)
+SWA = replace(
+    SHARED,
+    architecture="GraniteMoeSWAForCausalLM",
+    model_type="granitemoe_swa",
+    fields=_granite_moe_swa,
+    defaults=SHARED.defaults | {"layer_rope_theta": None, "sliding_window": 128},
 )
 HYBRID = replace(
     SHARED,

@@ -10,7 +10,8 @@ Mistral-Large-3 has a params.json instead, with other keys
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,11 @@ from moeserve.models.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_ACT_SYNONYMS = {"silu": ("swish",)}  # other names of activations in transformers' ACT2FN
+_ACT_SYNONYMS = {  # other names of activations in transformers' ACT2FN
+    "silu": ("swish",),
+    "swigluoai": ("silu",),  # transformers writes silu for MiniMax-M3
+}
+_MOST_LISTED = 8  # architectures in an error
 _MAX_VOCAB = 4 * 2**20
 # Keys of a multimodal config.json that also apply to its text model.
 _OUTER_KEYS = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
@@ -123,7 +128,7 @@ def read_model_spec(model_dir: Path, families: Mapping[str, Family] = FAMILIES) 
     return ModelSpec(
         architecture=architecture,
         dtype=_dtype(config, model_dir),
-        vocab_size=vocab_size,
+        vocab_size=fields.pop("vocab_size", vocab_size),
         hidden_size=hidden_size,
         max_position=max(
             (longest_context(rope, max_position) for rope in ropes if rope), default=max_position
@@ -146,7 +151,7 @@ def _read(model_dir: Path) -> tuple[Path, dict[str, Any]]:
 
 def _text_values(path: Path, values: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return the values of the text model, with aliases of keys resolved."""
-    if family.text:
+    if family.text and not (family.text_optional and family.text not in values):
         outer = {key: values[key] for key in _OUTER_KEYS if values.get(key) is not None}
         values = outer | Fields(path, values, {}).section(family.text)
         if "tie_word_embeddings" in outer:  # of this key alone, the outer value has precedence
@@ -161,12 +166,10 @@ def _architecture(path: Path, values: dict[str, Any], families: Mapping[str, Fam
     """Return the first supported class in `architectures`, or without that key, the class that
     belongs to `model_type`.
     """
-    supported = ", ".join(
-        sorted({re.sub("For(CausalLM|ConditionalGeneration)$", "", name) for name in families})
-    )
     config = Fields(path, values, {"architectures": None, "model_type": None})
     model_type = config.raw("model_type")
     names = config.raw("architectures")
+    supported = _supported(families, names if isinstance(names, list) else [model_type])
     if names is None and model_type is None:
         raise CheckpointError(f"{path}: architectures is missing; supported: {supported}")
     if names is None:
@@ -182,10 +185,25 @@ def _architecture(path: Path, values: dict[str, Any], families: Mapping[str, Fam
         raise config.error("architectures", f"supported: {supported}")
     known = families[architecture].model_types
     if model_type not in (None, *known):
+        for name, family in families.items():
+            if family.saved_as == architecture and model_type in family.model_types:
+                return name
         raise config.error(
             "model_type", f"{architecture} has {' or '.join(map(repr, known))}; fix one of the two"
         )
     return architecture
+
+
+def _supported(families: Mapping[str, Family], asked: Sequence[Any]) -> str:
+    """Return the supported architectures, for errors: all of them, or those with similar names."""
+    short_names = sorted(
+        {re.sub("For(CausalLM|ConditionalGeneration)$", "", name) for name in families}
+    )
+    if len(short_names) <= _MOST_LISTED:
+        return ", ".join(short_names)
+    text = " ".join(name for name in asked if isinstance(name, str))[:100]
+    similar = get_close_matches(text, short_names, n=_MOST_LISTED, cutoff=0.0)
+    return f"{len(short_names)}, listed in docs/models.md, such as {', '.join(similar)}"
 
 
 def _dtype(config: Fields, model_dir: Path) -> str:

@@ -102,6 +102,11 @@ FAMILY = family.Family(
         spelled={
             "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
             "mlp.gate.e_score_correction_bias": ("block_sparse_moe.gate.e_score_correction_bias",),
+            # Dense layers, as published and as transformers writes them
+            **{
+                f"mlp.{name}.weight": (f"mlp.{name}.weight", f"block_sparse_moe.{name}.weight")
+                for name in ("gate_proj", "up_proj", "down_proj")
+            },
         },
     ),
     aliases={

@@ -26,8 +26,8 @@ def load_plan(
     (default: `Placement.initial`). Raises ConfigError if the heads cannot be divided.
 
     The parameters are embed, norm, lm_head, and for each layer its norms, its scale, and those of
-    its blocks. Names of biases end in _bias. There is no lm_head if it is tied to embed, except for
-    GGUF files that have a quantized copy of it.
+    its blocks and their connections. Names of biases end in _bias. There is no lm_head if it is
+    tied to embed, except for GGUF files that have a quantized copy of it.
     """
     world = world or World()
     spec.check_tp(world.tp_size)
@@ -35,10 +35,18 @@ def load_plan(
         placement = Placement.initial(
             len(spec.moe_layers), max(1, spec.num_experts), world.num_expert_ranks
         )
-    names = FAMILIES[spec.architecture].names
+    names = FAMILIES[spec.architecture].names.of(present)
     plan = WeightPlan(spec.hidden_size, names, present, world, placement)
-    plan.add("embed", (spec.vocab_size, spec.hidden_size), names.model + names.embed)
-    plan.add("norm", (spec.hidden_size,), names.model + names.norm)
+    own_rows = slice(0, spec.vocab_size)
+    plan.stack(
+        "embed",
+        [(names.model + names.embed, spec.embedding_rows or spec.vocab_size, own_rows)],
+        spec.hidden_size,
+    )
+    if spec.embedding_norm:
+        plan.add("embed_norm", (spec.hidden_size,), plan.spell(names.model, "embed_norm.weight"))
+    if spec.has_final_norm:
+        plan.add("norm", (spec.hidden_size,), names.model + names.norm)
     if spec.norm.bias:
         plan.add(
             "norm_bias", (spec.hidden_size,), names.model + names.norm.replace("weight", "bias")
@@ -55,10 +63,12 @@ def load_plan(
                 sharded=True,
             )
     for index, layer in enumerate(spec.layers):
-        prefixes = (f"{names.model}layers.{i}." for i in layer.stored_as or (index, index))
+        prefixes = (f"{names.model}{names.layers}.{i}." for i in layer.stored_as or (index, index))
         plan_layer(plan, spec, layer, f"layers.{index}.", *prefixes)
+    if spec.collapse is not None:
+        spec.collapse.plan(plan, "collapse_", names.model)
     mtp_layers = tuple(
-        f"{names.model}layers.{spec.num_layers + i}." for i in range(spec.num_mtp_layers)
+        f"{names.model}{names.layers}.{spec.num_layers + i}." for i in range(spec.num_mtp_layers)
     )
     # The tensors of MTP layers are not read with the model, but by models/mtp.py.
     plan.on_other_ranks.update(name for name in present if name.startswith(mtp_layers))
@@ -90,6 +100,10 @@ def plan_layer(
                 (plan.width,),
                 plan.spell(tensor_prefix, name + ".bias"),
             )
+    if layer.attn_connection is not None:
+        layer.attn_connection.plan(plan, param_prefix + "attn_connection_", mixer_prefix)
+    if layer.mlp_connection is not None:
+        layer.mlp_connection.plan(plan, param_prefix + "mlp_connection_", feed_forward_prefix)
     if layer.scaled:
         plan.add(param_prefix + "scale", (1,), plan.spell(mixer_prefix, "layer_scalar"), fp32=True)
 
@@ -101,10 +115,11 @@ def expert_load_plan(
 
     moe_layer: the layer's index among the layers with experts.
     """
-    names = FAMILIES[spec.architecture].names
+    names = FAMILIES[spec.architecture].names.of(present)
     index = spec.moe_layers[moe_layer]
     layer = spec.layers[index]
-    tensor_prefix = f"{names.model}layers.{layer.stored_as[1] if layer.stored_as else index}."
+    number = layer.stored_as[1] if layer.stored_as else index
+    tensor_prefix = f"{names.model}{names.layers}.{number}."
     moe = layer.feed_forward
     assert isinstance(moe, MoE)
     return moe.plan_experts(

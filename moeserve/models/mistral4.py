@@ -90,7 +90,7 @@ MULTIMODAL = replace(
 )
 
 # A layer's tensors: name in transformers -> name in Mistral's own checkpoints.
-_MISTRAL_NAMES = {
+MISTRAL_NAMES = {
     "input_layernorm": "attention_norm",
     "self_attn.q_a_proj": "attention.wq_a",
     "self_attn.q_a_layernorm": "attention.q_a_norm",
@@ -118,7 +118,7 @@ LARGE_3 = replace(
         experts=(per_expert("experts", gate="w1", up="w3", down="w2"),),
         spelled={
             f"{name}.weight": (f"{mistral_name}.weight",)
-            for name, mistral_name in _MISTRAL_NAMES.items()
+            for name, mistral_name in MISTRAL_NAMES.items()
         },
         foreign=(
             "vision_encoder.",

@@ -35,6 +35,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.models.load_plan import plan_layer
 from moeserve.models.registry import FAMILIES
 from moeserve.models.spec import ModelSpec
+from moeserve.models.streams_mtp import build_streams_mtp, plan_streams_mtp, with_streams_mtp
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.inputs import RowContext
 from moeserve.ops.table import Ops
@@ -47,6 +48,8 @@ def with_mtp(spec: ModelSpec) -> ModelSpec:
             f"speculate=mtp: {spec.architecture} has no head for multi-token prediction that is "
             "supported here, or config.json lists none; use another proposer, e.g. ngram:4"
         )
+    if spec.mtp.attn_connection is not None:
+        return with_streams_mtp(spec)
     return spec.with_drafter((spec.mtp,))
 
 
@@ -70,9 +73,11 @@ def mtp_load_plan(spec: ModelSpec, present: Collection[str], world: World) -> Lo
     The parameters are embed_norm, hidden_norm, merge, norm, and those of its layer.
     """
     (layer,) = spec.draft_layers
-    names = FAMILIES[spec.architecture].names
+    names = FAMILIES[spec.architecture].names.of(present)
     width = spec.hidden_size
     plan = WeightPlan(width, names, present, replace(world, ep=False), _placement(spec))
+    if layer.attn_connection is not None:
+        return plan_streams_mtp(spec, plan, names.mtp, present)
     begin = names.mtp.begin.format(spec.num_layers)
     tensor_prefix = names.mtp.layer.format(spec.num_layers)
     for param, name in (
@@ -111,6 +116,8 @@ def build_mtp(
         max_tokens=max_tokens,
         max_position=max_position,
     )
+    if spec.draft_layers[0].attn_connection is not None:
+        return build_streams_mtp(spec, build, model)
     merge = Merge(
         embed_norm=build_norm(build, spec, "embed_norm"),
         hidden_norm=build_norm(build, spec, "hidden_norm"),

@@ -6,10 +6,13 @@ text model is supported, for which the three axes of its rotary embedding are th
 with the text model alone have an architecture of their own.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.gated_delta import GatedDelta
+from moeserve.blocks.mixer import Mixer
 from moeserve.blocks.weights import QWEN_MTP, Names
 from moeserve.loader.fields import Fields
 from moeserve.models import family
@@ -17,43 +20,53 @@ from moeserve.models.qwen2 import experts
 from moeserve.models.spec import LayerSpec, NormSpec
 
 
-def _attention(config: Fields) -> Attention:
+def gated_attention(config: Fields) -> Attention:
+    """Read attention whose output gates are in `q_proj`."""
     options = {"rope": {"partial": True}, **family.attention_bias(config)}
     return family.attention(config, qk_norm="head", gate="element", gate_in_q=True, **options)
 
 
-def _mixers(
-    config: Fields, *, inputs_by_head: bool, gates_by_head: bool
-) -> list[Attention | GatedDelta]:
+def _mixers(config: Fields, *, inputs_by_head: bool, gates_by_head: bool) -> list[Mixer]:
     """Return the mixer of each layer. inputs_by_head, gates_by_head: see `GatedDelta`."""
-    full = _attention(config)
+    delta_net = gated_delta(config, inputs_by_head=inputs_by_head, gates_by_head=gates_by_head)
+    return by_layer_type(config, gated_attention(config), delta_net)
+
+
+def gated_delta(config: Fields, **options: Any) -> GatedDelta:
+    """Read a gated delta net. options: other fields of `GatedDelta`."""
     k_heads = config.integer("linear_num_key_heads", 1, family.MAX_HEADS)
     v_heads = config.integer("linear_num_value_heads", 1, family.MAX_HEADS)
     if v_heads % k_heads:
         raise config.error(
             "linear_num_value_heads", f"linear_num_key_heads ({k_heads}) must divide it"
         )
-    delta_net = GatedDelta(
+    return GatedDelta(
         num_k_heads=k_heads,
         num_v_heads=v_heads,
         k_dim=config.integer("linear_key_head_dim", 1, family.MAX_WIDTH),
         v_dim=config.integer("linear_value_head_dim", 1, family.MAX_WIDTH),
         conv=config.integer("linear_conv_kernel_dim", 2, family.MAX_CONV),
-        inputs_by_head=inputs_by_head,
-        gates_by_head=gates_by_head,
         # "linear_value_heads_tiled" comes from GGUF files (loader/gguf_architectures).
         tiled=config.values.get("linear_value_heads_tiled") is True,
         decay_tensor=family.decay_tensor(config),
+        **options,
     )
+
+
+def by_layer_type(
+    config: Fields,
+    full: Mixer,
+    delta_net: GatedDelta,
+    full_types: Sequence[str] = ("full_attention",),
+) -> list[Mixer]:
+    """Return the mixer of each layer: `full` for the layer types `full_types`."""
     interval = config.integer("full_attention_interval", 1, family.MAX_LAYERS)
     default = [
         "full_attention" if (i + 1) % interval == 0 else "linear_attention"
         for i in range(family.num_layers(config))
     ]
-    kinds = family.layer_types(
-        config, known=("linear_attention", "full_attention"), default=default
-    )
-    return [full if kind == "full_attention" else delta_net for kind in kinds]
+    kinds = family.layer_types(config, known=("linear_attention", *full_types), default=default)
+    return [delta_net if kind == "linear_attention" else full for kind in kinds]
 
 
 def _qwen3_next(config: Fields) -> family.SpecFields:
@@ -65,7 +78,7 @@ def _qwen3_next(config: Fields) -> family.SpecFields:
     return {
         "layers": family.layers(config, mixers, family.some_layers_moe(config, block)),
         "norm": NormSpec(shift=family.norm_shift(config)),
-        "mtp": LayerSpec(mixer=_attention(config), feed_forward=block) if has_mtp else None,
+        "mtp": LayerSpec(mixer=gated_attention(config), feed_forward=block) if has_mtp else None,
     }
 
 
@@ -76,7 +89,7 @@ def _qwen3_5(config: Fields) -> family.SpecFields:
     return {
         "layers": family.layers(config, layers, block),
         "norm": NormSpec(shift=family.norm_shift(config)),
-        "mtp": LayerSpec(mixer=_attention(config), feed_forward=block) if has_mtp else None,
+        "mtp": LayerSpec(mixer=gated_attention(config), feed_forward=block) if has_mtp else None,
     }
 
 

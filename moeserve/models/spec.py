@@ -7,7 +7,8 @@ loading of weights, and models/build.py builds the model. Does not import torch.
 from dataclasses import dataclass, replace
 
 from moeserve.blocks.feed_forward import Dense, MoE
-from moeserve.blocks.mixer import Mixer
+from moeserve.blocks.mixer import TILED, Mixer
+from moeserve.blocks.residual import Connection
 from moeserve.engine.kv_rule import FULL, KVRule
 from moeserve.errors import ConfigError
 from moeserve.loader.stored_format import StoredFormat
@@ -29,6 +30,11 @@ class LayerSpec:
     mlp_post_norm: bool = False  # the same for the feed-forward block's output
     parallel: bool = False  # both blocks read the same normed input (Command A+)
     scaled: bool = False  # the residual stream is multiplied by a factor afterwards (Gemma 4)
+    # Factors of epsilon of the norms of both blocks' inputs (Beam)
+    eps_factors: tuple[float, float] = (1.0, 1.0)
+    # How both blocks are connected with the residual streams, if the model has several
+    attn_connection: Connection | None = None
+    mlp_connection: Connection | None = None
     # The layer numbers of mixer and feed-forward block in a checkpoint that numbers each block.
     stored_as: tuple[int, int] | None = None
 
@@ -50,8 +56,18 @@ class NormSpec:
     """The kind of norm of the residual stream and of outputs."""
 
     centred: bool = False  # layer norms instead of RMS norms
+    last_eps_factor: float = 1.0  # factor of epsilon of the final norm (Beam)
     bias: bool = False  # norms have biases (Phi)
     shift: float = 0.0  # added to the weights of every norm, also of heads (Step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDiffusion:
+    """How a model decodes blocks of tokens that begin as masks (docs/diffusion.md)."""
+
+    block: int  # tokens per block, counted from position 0
+    mask_id: int  # the token that stands for one that is not decoded yet
+    threshold: float = 0.95  # a token replaces its mask if its probability is greater
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +81,9 @@ class ModelSpec:
     max_position: int
     norm_eps: float
     layers: tuple[LayerSpec, ...]
+    num_streams: int = 1  # residual streams, which begin as copies of the embedding
+    collapse: Connection | None = None  # reduces several residual streams before the final norm
+    has_final_norm: bool = True  # False: `collapse` norms its result
     tie_embeddings: bool = False
     num_mtp_layers: int = 0  # layers for multi-token prediction, numbered after the others
     mtp: LayerSpec | None = None  # the first MTP layer; see models/mtp.py
@@ -78,9 +97,14 @@ class ModelSpec:
     norm: NormSpec = NormSpec()
     logits_cap: float = 0.0  # logits become cap * tanh(logits / cap); 0: no cap
     embedding_scale: float = 1.0  # multiplies embeddings
+    embedding_norm: bool = False  # embeddings are normed (Inkling)
+    # Rows of the checkpoint's embedding table, if some follow those of the vocabulary
+    embedding_rows: int | None = None
     residual_scale: float = 1.0  # multiplies the output of each block
     logits_divisor: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
+    diffusion: BlockDiffusion | None = None  # None: tokens are decoded one after another
+    num_earlier_ids: int = 0  # ids of earlier tokens that a step has for each token (n-grams)
     stored: tuple[StoredFormat, ...] = ()  # formats of the checkpoint's quantized weights
 
     @property
@@ -112,9 +136,38 @@ class ModelSpec:
         return self.layers if self.replicate_drafter else self.cached_layers
 
     @property
+    def connections(self) -> tuple[Connection, ...]:
+        """The connections of all blocks, drafter included, and the model's `collapse`."""
+        of_layers = (
+            connection
+            for layer in self.cached_layers
+            for connection in (layer.attn_connection, layer.mlp_connection)
+        )
+        return tuple(c for c in (*of_layers, self.collapse) if c is not None)
+
+    @property
     def kv_rules(self) -> tuple[KVRule, ...]:
-        """Each decoder layer's rule of how long its cache entries are needed."""
-        return tuple(layer.mixer.rule for layer in self.layers)
+        """How long cache entries are needed: the rule of each decoder layer's cache, followed by
+        those of the `state_layers`.
+        """
+        rules = tuple(layer.mixer.rule for layer in self.layers)
+        return rules + (TILED,) * len(self.state_layers)
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The indices of the decoder layers with a state in addition to their cache."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.mixer.tiled_state(1))
+
+    @property
+    def cache_parts(self) -> tuple[tuple[int, bool], ...]:
+        """The caches that KV groups number, as (index in `cached_layers`, whether it is a state).
+
+        They are in the order of `kv_rules`, followed by the drafter's.
+        """
+        layers = [(i, False) for i in range(self.num_layers)]
+        states = [(i, True) for i in self.state_layers]
+        drafter = [(i, False) for i in range(self.num_layers, len(self.cached_layers))]
+        return (*layers, *states, *drafter)
 
     @property
     def draft_rules(self) -> tuple[KVRule, ...]:
@@ -190,9 +243,12 @@ class ModelSpec:
 
     def products(self) -> list[tuple[int, int]]:
         """Return (outputs, inputs) of all weight matrices of all layers, except routed experts."""
-        blocks = (block for layer in self.layers for block in (layer.mixer, layer.feed_forward))
+        blocks = [block for layer in self.layers for block in (layer.mixer, layer.feed_forward)]
         return [
-            product for block in blocks if block for product in block.products(self.hidden_size)
+            product
+            for block in (*blocks, *self.connections)
+            if block
+            for product in block.products(self.hidden_size)
         ]
 
 

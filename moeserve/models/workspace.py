@@ -52,10 +52,20 @@ def workspace_bytes(
     # 3 * itemsize: the residual stream, the normed stream, and a block's output.
     # 3 * FP32: the norm's copies of its input, its square, and its result.
     stream = tokens * spec.hidden_size * (3 * itemsize + 3 * FP32)
+    if spec.num_streams > 1:
+        # The other streams, before and after a block.
+        others = (spec.num_streams - 1) * spec.hidden_size
+        stream += tokens * 2 * others * itemsize
+    if spec.connections:
+        # The temporaries of a connection, and streams that are not copies of the embedding.
+        stream += max(
+            connection.workspace(spec.hidden_size, tokens, itemsize)
+            for connection in set(spec.connections)
+        )
     if spec.draft_layers:
         # The model's hidden states and the auxiliary ones, twice (without and with padding), and
         # the two inputs of the merge.
-        num_hidden_states = 1 + len(spec.aux_hidden_layers)
+        num_hidden_states = 1 + len(spec.aux_hidden_layers) * spec.num_streams
         stream += tokens * spec.hidden_size * (2 * num_hidden_states + 2) * itemsize
     largest_block = max(
         max(

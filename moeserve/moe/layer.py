@@ -120,6 +120,8 @@ class MoELayer:
             rows = slice(start, min(start + limit, num_tokens))
             self._run_round(routed_TD[rows], routing.rows(rows), out_TD[rows], ubatch, run_shared)
             run_shared = None  # the first round has run the shared experts
+        if routing.own_T1 is not None:
+            out_TD = (out_TD.float() + x_TD.float() * routing.own_T1).to(x_TD.dtype)
         return out_TD + shared_results[0] if shared_results else out_TD
 
     def _run_round(

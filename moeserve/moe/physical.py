@@ -6,6 +6,7 @@ W: turns in the table.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -67,10 +68,8 @@ class LogicalToPhysical:
             return routing
         ids_TK = routing.ids_TK
         starts_T1 = self._starts(ids_TK.shape[0])
-        return Routing(
-            self._table.index_select(0, (ids_TK + starts_T1).view(-1)).view_as(ids_TK),
-            routing.weights_TK,
-        )
+        places_N = (ids_TK + starts_T1).view(-1)
+        return replace(routing, ids_TK=self._table.index_select(0, places_N).view_as(ids_TK))
 
     def with_placement(self, placement: Placement) -> "LogicalToPhysical":
         """Return the map of the same layer under another placement."""

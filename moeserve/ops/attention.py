@@ -266,8 +266,8 @@ def _attend(
 
     total: Partial | None = None
     for start, end in item.cuts:
-        k = _gather(k_rows, rows_BGL, (start, end)).to(compute_dtype)
-        v = _gather(v_rows, rows_BGL, (start, end)).to(compute_dtype)
+        k = gather_entries(k_rows, rows_BGL, (start, end)).to(compute_dtype)
+        v = gather_entries(v_rows, rows_BGL, (start, end)).to(compute_dtype)
         hidden_Bml = None
         if end > (first := max(start, item.hidden_from)):
             hidden_Bml = item.hidden_Bml[:, :, first - item.hidden_from : end - item.hidden_from]
@@ -293,17 +293,26 @@ class Partial(NamedTuple):
 
 
 def attention_partial(
-    q: Tensor, k: Tensor, v: Tensor, hidden_Bml: Tensor | None, h: int, soft_cap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden_Bml: Tensor | None,
+    h: int,
+    soft_cap: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Partial:
     """Return the attention of queries [B * G, q, d] to one cut, keys [B * G, n, d].
 
     hidden_Bml: whether each of m queries does not see each of the last l columns. The h query heads
     of a KV head are adjacent rows. Rows beyond m * h are padding.
+    bias: fp32 [B * G, q, n], added to scores (ops/relative_attention.py).
     """
     scores = _scores(q, k)
     if soft_cap:
         for part in _split_for_threads(scores):
             part.div_(soft_cap).tanh_().mul_(soft_cap)
+    if bias is not None:
+        scores += bias
     if hidden_Bml is not None:
         batch, m, hidden = hidden_Bml.shape
         tail = scores.view(batch, -1, *scores.shape[1:])[:, :, : m * h, scores.shape[2] - hidden :]
@@ -340,7 +349,7 @@ def _split_for_threads(scores: Tensor) -> tuple[Tensor, ...]:
     return torch.split(scores.view(-1), TORCH_GRAIN)
 
 
-def _gather(rows: Tensor, index_BGL: Tensor, columns: tuple[int, int]) -> Tensor:
+def gather_entries(rows: Tensor, index_BGL: Tensor, columns: tuple[int, int]) -> Tensor:
     """Copy the columns of each context, [B * G, length, d]; int8 entries become fp32."""
     index = index_BGL[:, :, slice(*columns)]
     return from_entries(

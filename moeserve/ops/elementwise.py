@@ -122,12 +122,24 @@ def _gated(gate: Tensor, up: Tensor, rule: Activation) -> Tensor:
     width = up.shape[1]
     if rule.plain:
         return F.silu(gate)[:, :width].mul_(up)
+    if rule.capped:
+        return _capped(gate, up, rule)
     x = gate.float().clamp(max=rule.gate_limit)
     y = up.float().clamp(-rule.limit, rule.limit)
     # For GELU, factor * x is 2u.
     factor = rule.alpha if rule.kind == "silu" else 0.0713548162726 * x * x + 1.5957691216057
     x = (x * torch.sigmoid(factor * x))[:, :width].clamp(max=rule.act_limit)
     return (x * (y + rule.up_shift)).to(up.dtype)
+
+
+def _capped(gate: Tensor, up: Tensor, rule: Activation) -> Tensor:
+    """Return cap(gate) * sigmoid(gate) * cap(up), padded as in `_gated`."""
+    width = up.shape[1]
+    x = gate.float().contiguous()
+    y = F.pad(up.float(), (0, gate.shape[1] - width)).contiguous()
+    x = torch.tanh(x / rule.gate_cap) * rule.gate_cap * torch.sigmoid(x)
+    y = torch.tanh(y / rule.up_cap) * rule.up_cap
+    return (x * y)[:, :width].to(up.dtype)
 
 
 def sigmoid_gate(logits_TL: Tensor, threads: int) -> Tensor:
@@ -159,6 +171,11 @@ def softplus(x_TN: Tensor) -> Tensor:
 def silu(x_TN: Tensor) -> Tensor:
     """Return x * sigmoid(x) of fp32 rows, batch-invariant."""
     return _whole_rows(F.silu, x_TN)
+
+
+def gelu(x_TN: Tensor) -> Tensor:
+    """Return GELU(x), with the error function, of fp32 rows, batch-invariant."""
+    return _whole_rows(F.gelu, x_TN)
 
 
 def exp(x: Tensor) -> Tensor:
@@ -295,16 +312,30 @@ def route(
         weights_TK = scores_TE.gather(-1, ids_TK)
         if rule.score == "softmax_selected":
             weights_TK = weights_TK.softmax(-1)
-    if rule.renormalize:
-        total_T1 = weights_TK[:, :1].clone()
-        for k in range(1, top_k):  # a fixed order, unlike that of torch's sums
-            total_T1 += weights_TK[:, k : k + 1]
-        weights_TK = weights_TK / (total_T1 + rule.epsilon).clamp(min=rule.floor)
-    if rule.scale != 1:
-        weights_TK = weights_TK * rule.scale
+        elif rule.score == "sigmoid_selected":
+            weights_TK = sigmoid(weights_TK)
+    weights_TK = _scaled(weights_TK, rule)
     if expert_scale_E is not None:
         weights_TK = weights_TK * expert_scale_E[ids_TK]
     return ids_TK.int(), weights_TK
+
+
+def weights_of(logits_TE: Tensor, ids_TK: Tensor, rule: RouterRule) -> Tensor:
+    """Return the weights of experts that are chosen already, fp32 [T, K].
+
+    ids_TK: int64. For example logits [0, ln 3, 0], experts [1, 0], softmax -> [0.6, 0.2].
+    """
+    return _scaled(_scores(logits_TE.float(), rule.score).gather(-1, ids_TK), rule)
+
+
+def _scaled(weights_TK: Tensor, rule: RouterRule) -> Tensor:
+    """Return weights after the normalization and the factor of a rule."""
+    if rule.renormalize:
+        total_T1 = weights_TK[:, :1].clone()
+        for k in range(1, weights_TK.shape[1]):  # a fixed order, unlike that of torch's sums
+            total_T1 += weights_TK[:, k : k + 1]
+        weights_TK = weights_TK / (total_T1 + rule.epsilon).clamp(min=rule.floor)
+    return weights_TK if rule.scale == 1 else weights_TK * rule.scale
 
 
 def _scores(logits_TE: Tensor, score: str) -> Tensor:
@@ -315,6 +346,8 @@ def _scores(logits_TE: Tensor, score: str) -> Tensor:
         return _sigmoid(F.pad(logits_TE, (0, -experts % LANES)), torch.get_num_threads())[
             :, :experts
         ]
+    if score == "sqrt_softplus":
+        return softplus(logits_TE).sqrt()
     return logits_TE
 
 

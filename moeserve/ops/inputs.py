@@ -57,6 +57,9 @@ class GroupInputs:
     # A query sees the positions of its own chunk only; chunks have this many positions, counted
     # from 0 (Llama-4). None: all.
     chunk: int | None = None
+    # A query also sees the later positions of its own block, of this many positions, counted from 0
+    # (ops/block_attention.py). None: it sees none.
+    diffusion_block: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,9 @@ class StepInputs:
     # each step that replays them plans and computes its own attention. None: no such graphs.
     graph_break: "GraphBreak | None" = None
     embeds: EmbedPatch | None = None
+    # int64 [T, N]: column j has the id of the token j + 1 positions before each token, -1 before
+    # the beginning of its request. None: the model does not read them.
+    earlier_ids_TN: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +139,17 @@ class RowContext:
 
     num_tokens: int | Tensor  # the other rows are padding; int32 [1] if only the device knows it
     channel: int = 0  # of transfers between ranks: the number of the micro-batch
+    ids_T: Tensor | None = None  # the token ids, int64, 0 for padding; None: not known
 
     def part(self, rows: slice) -> "RowContext":
         """Return the context of a range of the rows, without padding."""
-        return RowContext(rows.stop - rows.start, self.channel)
+        ids = None if self.ids_T is None else self.ids_T[rows]
+        return RowContext(rows.stop - rows.start, self.channel, ids)
 
     def select(self, rows_S: Tensor) -> "RowContext":
         """Return the context of the rows with these indices, without padding."""
-        return RowContext(len(rows_S), self.channel)
+        ids = None if self.ids_T is None else self.ids_T.index_select(0, rows_S)
+        return RowContext(len(rows_S), self.channel, ids)
 
 
 PlanRows = Callable[[StepInputs], Any]  # step -> attention metadata

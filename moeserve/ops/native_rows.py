@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.ops import elementwise
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import LayerCache, RopeCacheInputs, entry_width
 from moeserve.ops.latent import LatentRule
@@ -163,6 +164,7 @@ def latent_rope_cache(
 
 def native_activation(rule: Activation) -> Any:
     """Return the native object for an activation."""
+    assert not rule.capped, rule
     # Hashing the rule for the cache would take as long as a small call.
     return _SWIGLU if rule is SWIGLU else _native_activation(rule)
 
@@ -182,6 +184,8 @@ _SWIGLU = _native_activation(SWIGLU) if AVAILABLE else None
 
 def act_mul(gate_up_MI: Tensor, activation: Activation) -> Tensor:
     """Return act(gate) * up of [M, 2I], [M, I], or act of [M, I]; see ops/elementwise.py."""
+    if activation.capped:
+        return elementwise.act_mul(gate_up_MI, activation, torch.get_num_threads())
     rows = gate_up_MI.shape[0]
     width = gate_up_MI.shape[1] // activation.parts
     out_MI = _empty((rows, width), dtype=gate_up_MI.dtype)
@@ -209,6 +213,11 @@ def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
     """Return the rows `ids_T` (int64) of the embedding table."""
     assert ids_T.dtype is torch.int64, ids_T.dtype
     return _rows(weight_VD, ids_T, 1)
+
+
+def can_route(rule: RouterRule) -> bool:
+    """Return whether the native kernels have this rule's scores."""
+    return hasattr(_native.RouteScore, rule.score)
 
 
 @lru_cache
@@ -240,6 +249,8 @@ def route(
     expert_scale_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the top_k experts of each token and their weights; see ops/elementwise.py."""
+    if not can_route(rule):
+        return elementwise.route(logits_TE, top_k, rule, bias_E, expert_scale_E)
     rows, experts = logits_TE.shape
     check_per_expert(bias_E, experts)
     check_per_expert(expert_scale_E, experts)

@@ -20,9 +20,19 @@ class RouterRule:
     # softmax: over all experts
     # softmax_selected: over the logits of the chosen experts (GraniteMoE, gpt-oss)
     # sigmoid: DeepSeek-V3
+    # sigmoid_selected: the choice is by logits, bias included; weights are sigmoids of the chosen
+    #     experts' logits (Kolibri)
+    # sqrt_softplus: the square root of log(1 + e^logit) (DeepSeek-V4)
     # sparsemixer: each choice is a softmax over the logits near it (Phi-3.5-MoE, Liu et al. 2024);
     #     bias and groups are not used
-    score: Literal["softmax", "softmax_selected", "sigmoid", "sparsemixer"] = "softmax"
+    score: Literal[
+        "softmax",
+        "softmax_selected",
+        "sigmoid",
+        "sigmoid_selected",
+        "sqrt_softplus",
+        "sparsemixer",
+    ] = "softmax"
     bias: bool = False  # a bias per expert on scores, for the choice only, not for weights
     # Experts are in groups of equal size, and only the `kept_groups` best groups take part.
     groups: int = 1
@@ -82,6 +92,15 @@ class Activation:
     limit: float = math.inf  # upper bound of gate, and bound of the magnitude of up (gpt-oss)
     limit_after: bool = False  # the upper bound applies to act(gate), not to gate (Step-3.5)
     up_shift: float = 0.0
+    # Linear factors become cap * tanh(x / cap): up, and gate outside of its sigmoid (Inkling 2).
+    # 0: unchanged. Native and Triton kernels do not support it.
+    gate_cap: float = 0.0
+    up_cap: float = 0.0
+
+    @property
+    def capped(self) -> bool:
+        """Whether gate and up are capped."""
+        return self.gate_cap > 0
 
     @property
     def parts(self) -> int:

@@ -33,7 +33,7 @@ from moeserve.ops.latent import PackHeads
 
 MAX_QUERIES = 16  # queries that are scored at once, at most
 MIN_KEYS = 1024  # keys that are scored at once, at least, if there are as many
-POSITION_BITS = 31  # of a key of `_best_positions`
+POSITION_BITS = 31  # of a key of `best_positions`
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +194,8 @@ def index_select(
             first = request.first + start - rows.start
             slots_L = request.slots_L[: first + part.stop - part.start]
             scores_ML = index_scores(q_SJd[part], weights_SJ[part], k_rows, slots_L, pack_heads)
-            out_SK[part] = slots_L[_best_positions(scores_ML, first, selection.top_k)]
+            last_M = torch.arange(first, first + len(scores_ML), device=scores_ML.device)
+            out_SK[part] = slots_L[best_positions(scores_ML, last_M, selection.top_k)]
     return out_SK
 
 
@@ -220,17 +221,15 @@ def index_scores(
     return torch.cat(parts)[: len(slots_L)].T.contiguous()
 
 
-def _best_positions(scores_ML: Tensor, first: int, top_k: int) -> Tensor:
+def best_positions(scores_ML: Tensor, last_M: Tensor, top_k: int) -> Tensor:
     """Return the positions of each query's top_k largest scores, ascending.
 
-    first: position of the first query. A query sees no later position than its own. Scores are
-    compared as integers: the bits of floats (flipped if negative), then the negated position, which
-    makes them unique.
+    last_M: the last position that each query sees. Scores are compared as integers: the bits of
+    floats (flipped if negative), then the negated position, which makes them unique.
     """
-    count, length = scores_ML.shape
+    length = scores_ML.shape[1]
     bits_ML = (scores_ML.masked_fill(scores_ML.isnan(), torch.inf) + 0.0).view(torch.int32).long()
     positions_L = torch.arange(length, device=scores_ML.device)
     keys_ML = ((bits_ML ^ ((bits_ML >> 31) & 0x7FFFFFFF)) << POSITION_BITS) - positions_L
-    last_M1 = torch.arange(first, first + count, device=scores_ML.device)[:, None]
-    keys_ML.masked_fill_(positions_L > last_M1, torch.iinfo(torch.int64).min)
+    keys_ML.masked_fill_(positions_L > last_M[:, None], torch.iinfo(torch.int64).min)
     return keys_ML.topk(top_k, dim=-1, sorted=False).indices.sort(-1).values

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from moeserve.config import Config, Limits
 from moeserve.engine.blocks import KVGroup, groups_of
+from moeserve.errors import ConfigError
 from moeserve.models.spec import ModelSpec, bytes_per_weight
 from moeserve.plan.hardware import Device
 
@@ -120,6 +121,11 @@ def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
     from moeserve.runner.kv_cache import block_bytes
 
     limits_of.check(config, spec)
+    if spec.diffusion is not None:
+        raise ConfigError(
+            f"{spec.architecture} decodes blocks of tokens (docs/diffusion.md). How many steps a "
+            "block takes is not known before it is served, so it cannot be planned."
+        )
     limits_of.check_block_size(config, spec)
     config = limits_of.with_step_tokens(config, 2048)
     parallel = config.parallel

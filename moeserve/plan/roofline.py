@@ -170,14 +170,16 @@ def _attention_costs(spec: ModelSpec, tp: int, kv_itemsize: int) -> Counter[Atte
 def _state_bytes(spec: ModelSpec, tp: int) -> float:
     """Return the bytes of recurrent states that a step reads and writes for each row.
 
-    Recurrent layers are those whose cache has tiles (`RecurrentMixer`). They also read the cached
-    tokens of the last tile, which are few beside the state.
+    Recurrent layers are those whose cache has tiles (`RecurrentMixer`), and those with a state
+    beside their cache. They also read the cached tokens of the last tile, which are few beside the
+    state.
     """
     num_bytes = 0.0
     for layer in spec.layers:
-        if layer.mixer.rule.tile is not None:
-            states = [tensor for tensor in layer.mixer.cache(tp) if tensor.per_tile]
-            num_bytes += STATE_BYTES * sum(state.heads * state.width for state in states)
+        mixer = layer.mixer
+        tensors = mixer.tiled_state(tp) if mixer.rule.tile is None else mixer.cache(tp)
+        states = [tensor for tensor in tensors if tensor.per_tile]
+        num_bytes += STATE_BYTES * sum(state.heads * state.width for state in states)
     return num_bytes
 
 

@@ -30,7 +30,7 @@ from moeserve.engine.blocks import groups_of
 from moeserve.engine.plan import NewRequest
 from moeserve.errors import ConfigError, IncompressibleWeights
 from moeserve.logits_processors import ProcessorFactories
-from moeserve.messages import PlacementResult, PlacementTable
+from moeserve.messages import SAMPLE, PlacementResult, PlacementTable
 from moeserve.models.spec import ModelSpec
 from moeserve.models.workspace import Inflow
 from moeserve.moe.all2all.registry import make_backends, most_rows
@@ -47,6 +47,7 @@ from moeserve.runner.limits import (
     DeviceProperties,
     MemoryFacts,
     check_block_size,
+    check_diffusion,
     kv_budget,
     workspace_bytes,
 )
@@ -62,6 +63,7 @@ from moeserve.runner.memory_plan import fitted, limits_in
 from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampling.constraints import Constraints
+from moeserve.runner.sampling.diffusion import BlockTask
 from moeserve.runner.sampling.pick import make_sampler
 from moeserve.runner.sampling.task import SampleTask
 from moeserve.runner.speculation.base import Drafter, ProposerFacts
@@ -123,9 +125,12 @@ class ModelRunnerBase(StepExecutor, ABC):
             self.speculation = speculation.resolve(has_mtp=spec.mtp is not None)
             spec = with_drafter(spec, model_dir, self.speculation)
         limits_of.check(config, spec)
+        if spec.diffusion is not None:
+            check_diffusion(config, spec, on_cpu=not self.device_is_async)
         self.processors = ProcessorFactories(config.model.logits_processors)
         check_block_size(config, spec)
-        self.given_config = limits_of.with_step_tokens(config, self.busy_tokens)
+        block = 1 if spec.diffusion is None else spec.diffusion.block
+        self.given_config = limits_of.with_step_tokens(config, self.busy_tokens, block)
         self.config = self.given_config  # `fit` may change it
         self.spec = spec
         self.model_dir = model_dir
@@ -316,11 +321,13 @@ class ModelRunnerBase(StepExecutor, ABC):
         """The reason why no step can be recorded; None if steps can be recorded."""
         if self.config.device.graphs == "off":
             return "graphs: off"
+        if self.spec.diffusion is not None:
+            return f"{self.spec.architecture} decodes blocks"
         if self.tp.why_not_recordable:
             return self.tp.why_not_recordable
-        return (
-            self.peers.why_not_recordable if self.shards_experts else self.model.why_not_recordable
-        )
+        if self.shards_experts:
+            return self.peers.why_not_recordable or self.model.why_mixers_not_recordable
+        return self.model.why_not_recordable
 
     @property
     def computes_with_others(self) -> bool:
@@ -388,6 +395,8 @@ class ModelRunnerBase(StepExecutor, ABC):
                 auto_drafts=self.speculation.auto,
                 draft_model=self.drafter is not None,
             )
+        if self.spec.diffusion is not None:
+            limits = limits_of.in_blocks(limits, self.spec.diffusion.block)
         self.notes += notes
         for note in notes:
             logger.warning("%s", note)
@@ -513,7 +522,11 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.sampling = SampleTask(
             self.model, self.sampler, self.constraints, self.tables, self.upload
         )
-        self.tasks = {"sample": self.sampling}
+        self.tasks = {SAMPLE: self.sampling}
+        if (diffusion := self.spec.diffusion) is not None:
+            self.tasks = {
+                SAMPLE: BlockTask(self.model, diffusion, vocab_size, self.tables, self.upload)
+            }
         if self.speculation is None:
             return
         drafter = self.drafter and replace(self.drafter, caches=self.kv.draft_layers)
@@ -544,9 +557,9 @@ class ModelRunnerBase(StepExecutor, ABC):
         Set `max_step_s` from the time of the prefill, so that slow steps are not mistaken for a
         hang. Caches are cold, so that time is an upper estimate.
         """
-        length = max(
-            1, min(self.warm_up_tokens, self.limits.prefill_chunk, self.limits.max_model_len - 1)
-        )
+        unit = self.limits.diffusion_block or 1
+        length = min(self.warm_up_tokens, self.limits.prefill_chunk, self.limits.max_model_len - 1)
+        length = max(unit, length // unit * unit)
         sampling = TokenSampling(seed=0, max_tokens=2, top_k=2, top_p=0.9)
         tokens = np.arange(length, dtype=np.int32) % self.spec.vocab_size
         began_at_s = time.perf_counter()
@@ -557,7 +570,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         num_prefills = -(-self.limits.max_num_batched_tokens // length)
         self.max_step_s = (time.perf_counter() - began_at_s) * num_prefills
         if length < self.limits.max_model_len:
-            self.execute(dummy_plan(len(self.groups), length, [1]))
+            self.execute(dummy_plan(len(self.groups), length, [unit]))
         self.kv.clear_null_block()
 
     def close(self) -> None:

@@ -222,12 +222,14 @@ def _part(
             block_size=group.block_size,
             window=group.window,
             chunk=group.chunk,
+            diffusion_block=group.diffusion_block,
         )
         for group in step.groups
     )
     ids_T = step.ids_T[tokens]
     positions = step.positions.part(tokens)
     embeds = step.embeds and step.embeds.part(tokens)
+    earlier_ids_TN = None if step.earlier_ids_TN is None else step.earlier_ids_TN[tokens]
     return StepInputs(
         ids_T=ids_T,
         positions=positions,
@@ -237,6 +239,7 @@ def _part(
         starts_R=starts_R,
         rows_on_device=on_device,
         embeds=embeds,
+        earlier_ids_TN=earlier_ids_TN,
     )
 
 

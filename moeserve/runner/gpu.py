@@ -157,7 +157,7 @@ class GPUModelRunner(ModelRunnerBase):
     def step_inputs(self, plan: StepPlan, rows: HostRows) -> StepInputs:
         return (
             self.fixed_inputs.exact(plan, rows)
-            if self.uses_triton
+            if self.uses_triton and not self.spec.num_earlier_ids
             else super().step_inputs(plan, rows)
         )
 

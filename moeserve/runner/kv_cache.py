@@ -30,14 +30,17 @@ CacheSlot = tuple[tuple[CacheTensor, ...], int]
 def cache_slots(
     groups: Sequence[KVGroup], spec: ModelSpec, tp_size: int = 1
 ) -> dict[int, CacheSlot]:
-    """Return the cache slot of each layer."""
+    """Return the cache slot of each layer. groups: of one pool."""
     slots = {}
+    parts = spec.cache_parts
     for group in groups:
         num_layers: Counter[tuple[CacheTensor, ...]] = Counter()  # so far, by their tensors
-        for layer in group.layers:
+        for part in group.layers:
+            layer, is_state = parts[part]
             # Layers beyond the sharded ones are those of a draft model, which every rank has whole.
             num_ranks = tp_size if layer < len(spec.sharded_layers) else 1
-            cache = spec.cached_layers[layer].mixer.cache(num_ranks)
+            mixer = spec.cached_layers[layer].mixer
+            cache = mixer.tiled_state(num_ranks) if is_state else mixer.cache(num_ranks)
             slots[layer] = cache, num_layers[cache]
             num_layers[cache] += 1
     return slots
@@ -48,7 +51,8 @@ def block_shape(
 ) -> tuple[tuple[int, int, int], torch.dtype]:
     """Return the shape and the dtype of one block of a cache tensor."""
     if not group.has_states:
-        return (group.block_size, tensor.heads, entry_width(tensor.width, dtype)), dtype
+        rows = -(-group.block_size // tensor.every)
+        return (rows, tensor.heads, entry_width(tensor.width, dtype)), dtype
     assert group.rule.tile is not None
     rows = group.block_size // group.rule.tile if tensor.per_tile else group.block_size
     return (rows, tensor.heads, tensor.width), torch.float32
@@ -109,10 +113,11 @@ class KVCache:
             )
             for pool in sorted({group.pool_index for group in groups})
         }
-        layers = {
-            layer: cache for pool in self.pools.values() for layer, cache in pool.layers.items()
-        }
-        caches = tuple(layers[layer] for layer in range(len(layers)))
+        # A layer's state, if it has one in addition to its cache, is in the second pool.
+        caches = tuple(
+            tuple(tensor for pool in self.pools.values() for tensor in pool.layers.get(layer, ()))
+            for layer in range(len(spec.cached_layers))
+        )
         self.layers = caches[: spec.num_layers]
         self.draft_layers = caches[spec.num_layers :]
 

@@ -89,15 +89,17 @@ def _check_quantization(quantization: str, spec: ModelSpec) -> None:
         )
 
 
-def with_step_tokens(config: Config, min_tokens: int) -> Config:
+def with_step_tokens(config: Config, min_tokens: int, decoded_tokens: int = 1) -> Config:
     """Return the config with max_num_batched_tokens set, if it was None.
 
     min_tokens: tokens of a step that use the device fully. More would only delay requests that
     decode in the same step.
+    decoded_tokens: tokens per step of a request that decodes.
     """
     if config.scheduler.max_num_batched_tokens is not None:
         return config
-    tokens = max(min_tokens, config.scheduler.max_num_seqs + MIN_PROMPT_TOKENS)
+    decoded = config.scheduler.max_num_seqs * decoded_tokens
+    tokens = max(min_tokens, decoded + MIN_PROMPT_TOKENS)
     return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=tokens))
 
 
@@ -358,6 +360,46 @@ def check_block_size(config: Config, spec: ModelSpec) -> None:
             f"{spec.architecture}: all layers are recurrent, but at least one layer with a KV "
             "cache is needed"
         )
+
+
+def check_diffusion(config: Config, spec: ModelSpec, *, on_cpu: bool) -> None:
+    """Raise ConfigError for settings that a model that decodes blocks does not support."""
+    assert spec.diffusion is not None
+    block = spec.diffusion.block
+    size = config.cache.block_size
+    why = f"{spec.architecture} decodes blocks of {block} tokens (docs/diffusion.md)"
+    if not on_cpu:
+        raise ConfigError(f"{why}, which runs on CPUs only so far; use --device cpu")
+    if config.scheduler.speculate is not None:
+        raise ConfigError(
+            f"{why}, so that no token follows from the one before it; omit "
+            f"speculate={config.scheduler.speculate}"
+        )
+    if config.scheduler.itl_target_ms:
+        raise ConfigError(f"{why}; omit itl_target_ms={config.scheduler.itl_target_ms}")
+    if size % block:
+        sizes = [choice for choice in (16, 32, 64) if choice % block == 0]
+        remedy = f"use block_size={sizes[0]}" if sizes else f"{block} must divide 64"
+        raise ConfigError(f"{why}; block_size={size} must be a multiple of {block}: {remedy}")
+    asked = {
+        "max_model_len": (config.model.max_model_len, block),
+        "prefill_chunk": (config.scheduler.prefill_chunk, block),
+        "max_num_batched_tokens": (config.scheduler.max_num_batched_tokens, 2 * block),
+    }
+    for name, (value, least) in asked.items():
+        if value is not None and value < least:
+            raise ConfigError(f"{why}; {name}={value} must be at least {least}")
+
+
+def in_blocks(limits: Limits, block: int) -> Limits:
+    """Return the limits of a model that decodes blocks: multiples of a block."""
+    return replace(
+        limits,
+        diffusion_block=block,
+        max_model_len=limits.max_model_len // block * block,
+        prefill_chunk=limits.prefill_chunk // block * block,
+        max_num_batched_tokens=limits.max_num_batched_tokens // block * block,
+    )
 
 
 def state_memory(config: Config, state_bytes: int, budget: int, *, fill: bool) -> StateMemory:

@@ -109,7 +109,8 @@ class StepExecutor:
 
     def step_inputs(self, plan: StepPlan, rows: HostRows) -> StepInputs:
         """Return the inputs of a step that runs without a graph."""
-        return prepare_inputs(plan, rows, self.tables, self.groups, self.upload)
+        num_earlier_ids = self.spec.num_earlier_ids
+        return prepare_inputs(plan, rows, self.tables, self.groups, self.upload, num_earlier_ids)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Execute one step and wait for its result."""

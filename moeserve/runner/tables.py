@@ -131,6 +131,10 @@ class Tables:
         # `update` may write the same entries of the block table in this step.
         self._may_repeat = True
 
+    def extend(self, slot: int, start: int, tokens: I32) -> None:
+        """Stage tokens of a request from position `start` on."""
+        self._stage_run(slot * self.width + start, tokens)
+
     def update(self, group: int, diff: BlockDiff) -> None:
         """Stage new block-table entries of one KV group."""
         if not len(diff.slots_N):
@@ -229,10 +233,17 @@ class HostRows:
 
 
 def prepare_inputs(
-    plan: StepPlan, rows: HostRows, tables: Tables, groups: Sequence[KVGroup], upload: Upload
+    plan: StepPlan,
+    rows: HostRows,
+    tables: Tables,
+    groups: Sequence[KVGroup],
+    upload: Upload,
+    num_earlier_ids: int = 0,
 ) -> StepInputs:
     """Return the inputs of the forward pass of a plan with at least one row. The tables must be up
     to date (`Tables.apply`).
+
+    num_earlier_ids: see `ModelSpec`.
     """
     longest = int((plan.starts_R + plan.counts_R).max())
     assert longest < tables.width, (longest, tables.width)  # the sampled token needs an entry, too
@@ -256,6 +267,9 @@ def prepare_inputs(
         slots_R,
         *optional_rows_T,
     ) = upload(*arrays)
+    earlier_ids_TN = None
+    if num_earlier_ids:
+        earlier_ids_TN = _earlier_ids(tables, arena_offsets_T, positions_T, num_earlier_ids)
     return StepInputs(
         ids_T=tables.arena.index_select(0, arena_offsets_T).long(),
         positions=Positions.of_text(positions_T),
@@ -274,7 +288,22 @@ def prepare_inputs(
         offsets_R1=rows.offsets_R1,
         starts_R=plan.starts_R,
         rows_on_device=(starts_R, offsets_R1),
+        earlier_ids_TN=earlier_ids_TN,
     )
+
+
+def _earlier_ids(
+    tables: Tables, arena_offsets_T: Tensor, positions_T: Tensor, count: int
+) -> Tensor:
+    """Return the ids of the `count` tokens before each token, int64 [T, count], latest first.
+
+    A request's tokens are adjacent in the arena. Before its beginning, ids are -1.
+    """
+    back_N = torch.arange(1, count + 1, device=positions_T.device)
+    is_missing_TN = positions_T[:, None] < back_N
+    offsets_TN = (arena_offsets_T[:, None] - back_N).masked_fill_(is_missing_TN, 0)
+    ids_TN = tables.arena.index_select(0, offsets_TN.flatten()).view_as(offsets_TN).long()
+    return ids_TN.masked_fill_(is_missing_TN, -1)
 
 
 def group_inputs(
@@ -309,4 +338,5 @@ def group_inputs(
         block_size=size,
         window=group.rule.window,
         chunk=group.rule.chunk,
+        diffusion_block=group.rule.diffusion_block,
     )

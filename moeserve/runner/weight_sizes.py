@@ -16,6 +16,7 @@ from torch import Tensor
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.dummy import quantized_format
 from moeserve.loader.load_plan import LoadPlan, Param, Piece, is_expert, is_packed
+from moeserve.loader.row_table import CACHE_BYTES
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import MAX_READ_BYTES, empty_weight, format_of
 from moeserve.ops.native_layer import BYTES_IN_12_BITS
@@ -100,10 +101,14 @@ def _param_bytes(
         for param, form in quantized_params(checkpoint, plan, quantize_to)
     }
     narrow |= dict.fromkeys(compressed_names(ops, plan, narrow), BYTES_IN_12_BITS)
-    return {
+    sizes = {
         param.name: int(math.prod(param.shape) * narrow.get(param.name, _itemsize(param, ops)))
         for param in plan.params
     }
+    for param in plan.params:
+        if param.on_disk:
+            sizes[param.name] = min(sizes[param.name], CACHE_BYTES)
+    return sizes
 
 
 def quantized_params(
@@ -204,4 +209,6 @@ def _pieces_of(plan: LoadPlan) -> dict[str, list[Piece]]:
 
 
 def _itemsize(param: Param, ops: Ops) -> int:
+    if param.int64:
+        return torch.int64.itemsize
     return torch.float32.itemsize if param.fp32 else ops.dtype.itemsize

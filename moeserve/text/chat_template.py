@@ -40,7 +40,7 @@ MAX_KWARGS = 32
 MAX_KWARG_CHARS = 4096
 MAX_TEMPLATE_CHARS = 2 * 2**20
 # model_type -> moeserve's own template, for a model whose format is published as Python code
-_OWN_TEMPLATES = {"deepseek_v32": "deepseek_v32.jinja"}
+_OWN_TEMPLATES = {name: f"{name}.jinja" for name in ("deepseek_v32", "deepseek_v4")}
 
 SANDBOXES = SandboxPool(
     "moeserve.text.template_sandbox", str(MAX_SECONDS), purpose="chat templates"

@@ -53,3 +53,17 @@ def test_json_lines_are_objects(capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads(line)
     assert (record["level"], record["logger"], record["message"]) == ("error", "moeserve.x", "a\nb")
     assert record["trace"].endswith("ValueError: no")
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"),
+    [("debug", ["INFO", "WARNING"]), ("info", ["WARNING"]), ("error", [])],
+)
+def test_requests_of_a_library_are_shown_at_debug_only(
+    capsys: pytest.CaptureFixture[str], level: str, shown: list[str]
+) -> None:
+    set_up_logging(level, "text")
+    logger = logging.getLogger("httpx2")
+    logger.info("HTTP Request: GET")
+    logger.warning("slow")
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == shown

@@ -30,8 +30,10 @@ _ARCHITECTURES = {
     "mistral3": "mistral4",
     "mistral4": "deepseek2",  # Mistral-Large-3, whose checkpoint has Mistral's own format
     "glm4_moe": "glm4moe",
+    "glm4v_moe": "glm4moe",
     "solar_open": "glm4moe",
     "bailing_moe": "bailingmoe2",
+    "sarvam_moe": "bailingmoe2",
     "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_moe": "hunyuan-moe",
     "hy_v3": "hy_v3",
@@ -168,8 +170,11 @@ def _latent(family: str, config: Config) -> dict[str, Any]:
 
 
 def _glm4moe(config: Config) -> dict[str, Any]:
-    share = rope_of(config).get("partial_rotary_factor", 0.5)
+    rope = rope_of(config)
+    share = rope.get("partial_rotary_factor", 0.5)
+    sections = rope.get("mrope_section")
     return {
+        "rope.dimension_sections": [*sections, 0] if sections else None,
         "rope.dimension_count": int(config["head_dim"] * share),
         "expert_feed_forward_length": config["moe_intermediate_size"],
         "expert_shared_count": config["n_shared_experts"],
@@ -184,7 +189,8 @@ def _bailingmoe2(config: Config) -> dict[str, Any]:
     size = config["moe_intermediate_size"]
     return {
         "vocab_size": config["vocab_size"],
-        "rope.dimension_count": int(config["head_dim"] * config["partial_rotary_factor"]),
+        # Sarvam rotates whole heads.
+        "rope.dimension_count": int(config["head_dim"] * config.get("partial_rotary_factor", 1)),
         "leading_dense_block_count": config["first_k_dense_replace"],
         "expert_feed_forward_length": size,
         "expert_shared_feed_forward_length": size * config["num_shared_experts"],
@@ -250,9 +256,11 @@ def _tensors(family: str, config: Config, tensors: Tensors) -> Tensors:
     arch = _ARCHITECTURES[family]
     kept = {}
     for name, tensor in tensors.items():
-        name = name.removeprefix("language_model.")
+        name = name.removeprefix("language_model.").replace("model.language_model.", "model.")
         if family in ("deepseek_v3", "kimi_k25") and _is_mtp(name, config):
             continue  # which this converter omits
+        if family == "sarvam_moe" and name.endswith("expert_bias"):
+            tensor = tensor - tensor.mean()
         if name.startswith(("model.layers.", *_GLOBAL_NAMES)):
             kept[name] = tensor
     if arch in _LATENT:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.blocks.ngram_embedding import NgramEmbedding
+from moeserve.loader.fields import Fields
+from moeserve.models.qwen4_exp import TEXT, ngram_embeddings
 from moeserve.ops.elementwise import exp
 from tests.families import FULL
 from tests.gguf_families.group import (
@@ -33,6 +39,7 @@ _ARCHITECTURES = {
     "qwen3_5_moe": "qwen35moe",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
+    "qwen4_exp_text": "qwen4exp",
 }
 _OPTIONS: dict[str, Config] = {
     "granite_moe_hybrid": {"time_step_limit": [0.0, math.inf]},
@@ -45,6 +52,7 @@ _OPTIONS: dict[str, Config] = {
         "time_step_min": 0.001,
     },
     "nemotron_h_dense": {"time_step_min": 0.001},
+    "qwen4_exp_text": {"ple_layer_ids": [3]},  # the file has one table
 }
 _MAMBA_NAMES = {
     "A_log": "ssm_a",
@@ -77,6 +85,12 @@ _QWEN_NAMES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "post_attention_layernorm": "post_attention_norm",
     "shared_head.norm": "nextn.shared_head_norm",
+}
+_CONNECTION_NAMES = {
+    "block_inject_weight": "inject",
+    "hc_norm": "norm",
+    "input_mix_weight_down": "down",
+    "input_mix_weight_up": "up",
 }
 _MTP_NAMES = {
     "fc": "eh_proj",
@@ -112,6 +126,76 @@ def _qwen_metadata(config: Config) -> dict[str, Any]:
     if "mrope_section" in rope_of(config):
         values["rope.dimension_sections"] = [*rope_of(config)["mrope_section"], 0]
     return values
+
+
+_QWEN4_NAMES = {
+    **_QWEN_NAMES,
+    **{
+        f"{module}_hyper_connection.{name}": f"hc_{begin}_{new}"
+        for module, begin in (("attn", "attn"), ("mlp", "ffn"))
+        for name, new in _CONNECTION_NAMES.items()
+    },
+    **{f"self_attn.indexer.{x}_proj": f"indexer.{x}_proj" for x in "qk"},
+    **{f"self_attn.indexer.{x}_layernorm": f"indexer.{x}_norm" for x in "qk"},
+    **{f"ple.norm_{x}": f"ple_norm_{x}" for x in ("conv", "key", "query")},
+    "ple.conv1d": "ple_conv1d",
+    "ple.key_proj": "ple_key",
+    "ple.value_proj": "ple_value",
+}
+
+
+def _qwen4_metadata(config: Config) -> dict[str, Any]:
+    types = config["layer_types"]
+    ratio = config["indexer_compress_ratio"]
+    embedding = _hash_of(config)
+    return _qwen_metadata(config) | {
+        "attention.compress_ratios": [0 if kind == "linear_attention" else ratio for kind in types],
+        "attention.indexer.head_count": config["indexer_n_heads"],
+        "attention.indexer.key_length": config["indexer_head_dim"],
+        "attention.indexer.top_k": config["indexer_budget"],
+        "embedding_length_per_layer_input": config["ple_embed_dim"] // len(embedding.sizes),
+        "hyper_connection.count": config["hc_count"],
+        "hyper_connection.low_rank": config["hc_lowrank"],
+        "nextn_predict_layers": None,
+        "ple.conv_kernel": config["ple_conv_kernel_size"],
+        "ple.eos_token_id": config["eos_token_id"],
+        "ple.head_offsets": np.array(embedding.offsets, np.uint64),
+        "ple.head_vocab_sizes": np.array(embedding.sizes, np.uint64),
+        "ple.heads_per_ngram": config["heads_per_ngram"],
+        "ple.layer_multipliers": np.array(embedding.multipliers, np.uint64),
+        "ple.layers": [layer - 1 for layer in config["ple_layer_ids"]],
+        "ple.ngram_size": config["ngram_size"],
+    }
+
+
+def _qwen4_tensors(config: Config, tensors: Tensors) -> Tensors:
+    found: Tensors = {}
+    shards = list[Tensor]()
+    queries = config["indexer_n_heads"] * config["indexer_head_dim"]
+    for name in sorted(tensors, key=lambda name: [int(x) for x in re.findall("[0-9]+", name)]):
+        tensor = _tiled(config, name, tensors[name])
+        if ".ngram_embedding.shard_" in name:
+            shards.append(tensor)
+        elif name.endswith("index_qk_proj.weight"):
+            found[name.replace("index_qk_proj", "q_proj")] = tensor[:queries]
+            found[name.replace("index_qk_proj", "k_proj")] = tensor[queries:]
+        elif tensor.dtype != torch.int64 and not name.startswith("mtp."):
+            is_shifted = "norm" in name and not name.endswith("linear_attn.norm.weight")
+            found[name] = tensor + 1 if is_shifted else tensor
+    mixer = "model.hyper_connection_mixer."
+    global_names = GLOBAL_NAMES | {
+        f"{mixer}{name}": f"output_hc_{new}" for name, new in _CONNECTION_NAMES.items()
+    }
+    table = torch.cat(shards)
+    result = renamed(_converted(with_stacked_experts(found)), _QWEN4_NAMES, global_names)
+    return result | {"per_layer_token_embd.weight": table}
+
+
+def _hash_of(config: Config) -> NgramEmbedding:
+    """Return the specification of the n-gram embedding, for the constants of its hash."""
+    text = {"architectures": ["Qwen4ExpForCausalLM"], "model_type": "qwen4_exp_text"}
+    fields = Fields(Path("config.json"), config | text, TEXT.defaults | {"attention_bias": False})
+    return next(iter(ngram_embeddings(fields, config["hc_count"]).values()))
 
 
 def _qwen_tensors(config: Config, tensors: Tensors) -> Tensors:
@@ -458,6 +542,7 @@ _METADATA: dict[str, Callable[[Config], dict[str, Any]]] = {
     "nemotron_h_moe": _nemotron_metadata,
     "qwen35moe": _qwen_metadata,
     "qwen3next": _qwen_metadata,
+    "qwen4exp": _qwen4_metadata,
 }
 _TENSORS: dict[str, Callable[[Config, Tensors], Tensors]] = {
     "granitehybrid": _granite_tensors,
@@ -468,6 +553,7 @@ _TENSORS: dict[str, Callable[[Config, Tensors], Tensors]] = {
     "nemotron_h_moe": _nemotron_tensors,
     "qwen35moe": _qwen_tensors,
     "qwen3next": _qwen_tensors,
+    "qwen4exp": _qwen4_tensors,
 }
 
 

@@ -34,6 +34,9 @@ def _metadata(family: str, config: dict[str, Any]) -> dict[str, Any]:
     values = {key: config[name] for name, key in _KEYS.items() if config.get(name) is not None}
     if arch in ("qwen3moe", "qwen2moe", "olmoe"):
         values.pop("expert_weights_norm", None)
+    if arch == "qwen3vlmoe":
+        sections = config["rope_parameters"]["mrope_section"]
+        values |= {"n_deepstack_layers": 1, "rope.dimension_sections": [*sections, 0]}
     rope = config.get("rope_parameters") or {}
     values["rope.freq_base"] = float(rope.get("rope_theta", config.get("rope_theta", 1e4)))
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -77,6 +80,11 @@ def _tensors(  # noqa: C901
         found.append((new, tensor))
 
     for theirs, tensor in tensors.items():
+        if theirs.startswith("model.visual."):
+            continue
+        theirs = theirs.replace("model.language_model.", "model.")
+        if arch == "qwen3vlmoe" and "experts." in theirs:
+            tensor = tensor.mT
         head, _, last = theirs.rpartition(".")
         if "q_proj" in theirs and arch in ("llama", "granitemoe"):
             put(theirs, _permuted(tensor, config["num_attention_heads"]))
@@ -118,7 +126,7 @@ _FAMILIES = {  # family of tests/families.py -> architecture in GGUF
     "qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "mixtral": "llama", "llama": "llama",
     "qwen2": "qwen2", "qwen3": "qwen3", "olmoe": "olmoe", "granite_moe": "granitemoe",
     "granite_moe_shared": "granitemoe", "gpt_oss": "gpt-oss", "dots1": "dots1",
-    "minimax_m2": "minimax-m2",
+    "minimax_m2": "minimax-m2", "qwen3_vl_moe": "qwen3vlmoe",
 }  # fmt: skip
 # config overrides: values that llama.cpp assumes, because it has no key for them
 _OPTIONS: dict[str, Config] = {

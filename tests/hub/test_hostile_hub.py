@@ -322,6 +322,14 @@ def test_a_wrong_draft_is_told_before_the_model_is_downloaded(hub: Hub) -> None:
     assert not hub.requests
 
 
+def test_a_missing_draft_is_told_before_the_model_is_downloaded(hub: Hub) -> None:
+    hub.repos["o/n"] = Repo({GGUF: weights(64)})
+    config = config_of("o/n", speculate="model:o/draft")
+    with pytest.raises(CheckpointError, match="o/draft"):
+        asyncio.run(local_config(config, [].append))
+    assert not any("o/n" in each.path for each in hub.requests)
+
+
 def test_the_password_of_a_proxy_is_in_no_message(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ HYBRIDS = [
     "granite_moe_hybrid",
     "kimi_linear",
     "deepseek_v32",
+    "deepseek_v4",
     "jamba",
     "bailing_moe_v2_5",
     "lfm2_moe",
@@ -42,6 +43,10 @@ HYBRIDS = [
     "qwen3_5_moe",
     "glm_moe_dsa",
     "bailing_moe_linear_v2",
+    "bailing_hybrid",
+    "glm5_next",
+    "hy_v4",
+    "qwen4_exp_text",
 ]
 NUM_TOKENS = 8
 SAMPLINGS = [

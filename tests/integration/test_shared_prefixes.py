@@ -20,6 +20,11 @@ CASES = [  # with room for so many KV blocks and states
     ("jamba", 60, 33, {"prefill_chunk": 100, "max_num_seqs": 16, "block_size": 32}),
     ("lfm2_moe", 30, 13, {"prefill_chunk": 16, "block_size": 64}),
     ("bailing_moe_v2_5", 200, 70, {"prefill_chunk": 7}),
+    ("bailing_hybrid", 60, 33, {"prefill_chunk": 5}),
+    ("glm5_next", 40, 19, {"prefill_chunk": 30, "host_store_bytes": 1 << 22}),
+    ("hy_v4", 40, 0, {"prefill_chunk": 24}),
+    ("qwen4_exp_text", 40, 19, {"prefill_chunk": 30, "host_store_bytes": 1 << 22}),
+    ("deepseek_v4", 40, 19, {"prefill_chunk": 30, "host_store_bytes": 1 << 22}),
     ("deepseek_v32", 40, 0, {"prefill_chunk": 30, "host_store_bytes": 1 << 20}),
 ]
 

@@ -76,6 +76,7 @@ def test_route(tokens: int, experts: int, top_k: int, rule: RouterRule) -> None:
         (RouterRule(groups=3, kept_groups=1, group_score="max"), 15, 5),
         (RouterRule(score="softmax_selected", groups=4, kept_groups=3, group_score="max"), 12, 4),
         (RouterRule(groups=4, kept_groups=2, group_score="max", scale=16.0), 4, 2),
+        (RouterRule(score="sigmoid_selected", groups=4, kept_groups=3, renormalize=True), 12, 4),
         (RouterRule(score="sparsemixer", jitter=0.01), 16, 2),
         (RouterRule(score="sparsemixer", jitter=0.3), 7, 3),
     ],

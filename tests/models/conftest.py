@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moeserve.blocks.mixer import TILED
 from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.comm.world import World
 from moeserve.config import Activations
 from moeserve.engine.blocks import KVGroup
 from moeserve.loader.checkpoint import open_checkpoint
+from moeserve.loader.load_plan import Param
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.hf_config import read_model_spec
@@ -50,10 +52,7 @@ def carry_out(
     for file in sorted(path.glob("*.safetensors")):
         tensors |= load_file(file)
     plan = load_plan(spec, tensors.keys(), world, placement)
-    params = {
-        param.name: torch.full(param.shape, torch.nan, dtype=torch.float32 if param.fp32 else dtype)
-        for param in plan.params
-    }
+    params = {param.name: _unset(param, dtype) for param in plan.params}
     for piece in plan.pieces:
         assert tensors[piece.source].shape == piece.shape
         part = tensors[piece.source][piece.take]
@@ -63,6 +62,13 @@ def carry_out(
     assert not surplus, surplus
     assert not any(param.isnan().any() for param in params.values())
     return params
+
+
+def _unset(param: Param, dtype: torch.dtype) -> Tensor:
+    """Return a parameter that is not filled yet."""
+    if param.int64:
+        return torch.zeros(param.shape, dtype=torch.int64)
+    return torch.full(param.shape, torch.nan, dtype=torch.float32 if param.fp32 else dtype)
 
 
 @functools.cache
@@ -122,10 +128,18 @@ class Driver:
                     for tensor in layer.mixer.cache(tp.size)
                 )
             )
+            + tuple(
+                torch.full((num_blocks, *shape), torch.nan, dtype=kind)
+                for shape, kind in (
+                    block_shape(tensor, KVGroup(TILED, block_size, ()), dtype)
+                    for tensor in layer.mixer.tiled_state(tp.size)
+                )
+            )
             for layer in self.spec.layers
         ]
         self.tables: dict[Any, list[int]] = {}
         self.lengths: dict[Any, int] = {}
+        self.tokens: dict[Any, list[int]] = {}
         self.free = np.random.default_rng(7).permutation(np.arange(1, num_blocks)).tolist()
 
     def step(self, rows: Sequence[tuple[Any, Sequence[int]]]) -> list[Tensor]:
@@ -136,6 +150,7 @@ class Driver:
             while len(table) * self.block_size < start + len(tokens):
                 table.append(self.free.pop())
             self.lengths[key] = start + len(tokens)
+            self.tokens[key] = [*self.tokens.get(key, [])[:start], *tokens]
         counts = [len(tokens) for _, tokens in rows]
         offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         positions = [
@@ -155,7 +170,12 @@ class Driver:
             positions=Positions.of_text(torch.tensor(positions)),
             groups=tuple(
                 GroupInputs(
-                    torch.tensor(cells), torch.tensor(blocks), size, rule.window, rule.chunk
+                    slot_mapping_T=torch.tensor(cells),
+                    blocks_RN=torch.tensor(blocks),
+                    block_size=size,
+                    window=rule.window,
+                    chunk=rule.chunk,
+                    diffusion_block=rule.diffusion_block,
                 )
                 for rule in self.rules
             ),
@@ -163,14 +183,26 @@ class Driver:
             offsets_R1=offsets,
             starts_R=starts_R,
             rows_on_device=(torch.from_numpy(starts_R), torch.from_numpy(offsets)),
+            earlier_ids_TN=self._earlier_ids(list(zip(owners, positions, strict=True))),
         )
         with torch.inference_mode():
             hidden = self.hidden_TD = self.model.forward(step, self.kv, self.ubatch)
             logits = self.model.logits(hidden)
         return list(torch.split(logits, counts))
 
+    def _earlier_ids(self, tokens: list[tuple[Any, int]]) -> Tensor | None:
+        """Return the ids of earlier tokens, of tokens given as (sequence, position)."""
+        if not (count := self.spec.num_earlier_ids):
+            return None
+        rows = [
+            [self.tokens[key][p - i] if p >= i else -1 for i in range(1, count + 1)]
+            for key, p in tokens
+        ]
+        return torch.tensor(rows).view(-1, count)
+
     def drop(self, key: Any) -> None:
         self.free = self.tables.pop(key) + self.free
+        del self.tokens[key]
         del self.lengths[key]
 
     def prefill(self, key: Any, tokens: Sequence[int], chunk: int | None = None) -> Tensor:

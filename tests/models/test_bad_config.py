@@ -19,6 +19,24 @@ QWEN3_NEXT = LLAMA | {
     "linear_num_value_heads": 8,
 }
 KIMI_LINEAR = LLAMA | {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
+LING_3 = LLAMA | {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "head_dim": 16,
+    "layer_group_size": 2,
+}
+GLM_5_NEXT = LLAMA | {
+    "architectures": ["Glm5NextForCausalLM"],
+    "model_type": "glm5_next_text",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+}
+HY_4 = LLAMA | {
+    "architectures": ["HYV4ForCausalLM"],
+    "model_type": "hy_v4",
+    "q_lora_rank": 48,
+}
 DOTS1 = LLAMA | {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1"}
 NEMOTRON = {
     **LLAMA,
@@ -27,7 +45,11 @@ NEMOTRON = {
     "hidden_act": "silu",
 }
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "supported: AXK1, Afmoe, BailingMoe"),
+    (
+        LLAMA,
+        {"architectures": ["Qwen3MoEForCausalLM"]},
+        "listed in docs/models.md, such as Qwen3Moe, ",
+    ),
     (LLAMA, {"architectures": "LlamaForCausalLM"}, "architectures"),
     (LLAMA, {"architectures": []}, "architectures"),
     (LLAMA, {"architectures": [["LlamaForCausalLM"]]}, "architectures"),
@@ -220,6 +242,26 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"linear_attn_config": {"head_dim": "128"}},
         "linear_attn_config.head_dim is '128'",
     ),
+    (LING_3, {"layer_group_size": 3}, "layer_group_size is 3; it must divide num_hidden_layers"),
+    (LING_3, {"no_kda_lora": False}, "no_kda_lora is False; only True is supported"),
+    (LING_3, {"expert_swiglu_limit_list": [0.0, 7.0]}, "limits of activations are not supported"),
+    (LING_3, {"gated_attention_proj_granularity_type": "element_wise"}, "only 'head_wise'"),
+    (GLM_5_NEXT, {"index_kpool_always_select_tail": False}, "only True is supported"),
+    (GLM_5_NEXT, {"index_kpool": 12}, "index_kpool is 12; it must divide 16"),
+    (GLM_5_NEXT, {"index_topk": 40}, "index_topk is 40; index_kpool (16) must divide it"),
+    (GLM_5_NEXT, {"qk_rope_head_dim": 64}, "qk_rope_head_dim is 64; only 0 is supported"),
+    (
+        GLM_5_NEXT,
+        {
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "indexer_types": ["full", "shared"],
+        },
+        "the first layer must be full (layer 1)",
+    ),
+    (HY_4, {"enable_ihc": False}, "enable_ihc is False; only True is supported"),
+    (HY_4, {"gating_type": "headwise"}, "only 'elementwise' is supported"),
+    (HY_4, {"layer_types": ["full_attention"] * 2}, "list one of indexed_attention"),
+    (HY_4, {"swiglu_limit": 0}, "swiglu_limit is 0; it must be a number other than 0"),
     (DOTS1, {"max_window_layers": None}, "max_window_layers is None; it must be an integer"),
     (DOTS1, {"max_window_layers": "1"}, "max_window_layers is '1'"),
 ]

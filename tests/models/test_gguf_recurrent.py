@@ -63,6 +63,7 @@ def test_each_value_head_is_where_the_file_has_it(
     assert torch.equal(prefill(file, kernels=kernels), prefill(sparse, kernels=kernels))
 
 
+@pytest.mark.parametrize("name", [QWEN, "qwen4_exp_text"])
 @pytest.mark.parametrize(
     ("value_heads", "most"),
     [
@@ -71,10 +72,11 @@ def test_each_value_head_is_where_the_file_has_it(
     ],
 )
 def test_logits_of_qwen_3_5(
-    value_heads: int, most: float, make_checkpoint: Any, tmp_path: Path
+    name: str, value_heads: int, most: float, make_checkpoint: Any, tmp_path: Path
 ) -> None:
-    path = make_checkpoint(QWEN, linear_num_value_heads=value_heads).path
-    ours, theirs = (prefill(each) for each in (write_gguf(QWEN, path, tmp_path / "m.gguf"), path))
+    options = OPTIONS.get(name, {})
+    path = make_checkpoint(name, linear_num_value_heads=value_heads, **options).path
+    ours, theirs = (prefill(each) for each in (write_gguf(name, path, tmp_path / "m.gguf"), path))
     assert (ours - theirs).abs().max() <= most
 
 

@@ -256,6 +256,25 @@ def test_qwen3_windows_follow_layer_types(write_config: WriteConfig) -> None:
     assert read_model_spec(write_config(values)).kv_rules == (KVRule(48), FULL) * 3
 
 
+@pytest.mark.parametrize(
+    ("saved", "model_type", "architecture"),
+    [
+        ("Glm4MoeForCausalLM", "sarvam_moe", "SarvamMoEForCausalLM"),
+        ("DeepseekV3ForCausalLM", "sarvam_mla", "SarvamMLAForCausalLM"),
+    ],
+)
+def test_a_class_that_computes_several_families(
+    saved: str, model_type: str, architecture: str, write_config: WriteConfig
+) -> None:
+    """transformers saves Sarvam's models under the names of GLM-4.5's and DeepSeek-V3's classes."""
+    values = {"architectures": [saved], "model_type": model_type, "dtype": "float32"}
+    spec = read_model_spec(write_config(values))
+    assert spec.architecture == architecture
+    assert spec.vocab_size == 262144
+    with pytest.raises(CheckpointError, match="model_type is 'sarvam'"):
+        read_model_spec(write_config(values | {"model_type": "sarvam"}))
+
+
 def test_architecture_is_found_by_model_type_alone(write_config: WriteConfig) -> None:
     assert read_model_spec(write_config(architectures=...)).architecture == "LlamaForCausalLM"
 

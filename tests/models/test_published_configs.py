@@ -67,6 +67,27 @@ RELEASES: dict[str, tuple[dict[str, Any], float, float]] = {
         },
         671, 37,
     ),
+    "DeepSeek-V4-Flash": (
+        {
+            "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4",
+            "vocab_size": 129280, "bos_token_id": 0, "eos_token_id": 1,
+            "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "compress_rope_theta": 160000,
+            "expert_dtype": "fp4", "hc_eps": 1e-6, "hc_mult": 4, "hc_sinkhorn_iters": 20,
+            "head_dim": 512, "hidden_size": 4096, "index_head_dim": 128, "index_n_heads": 64,
+            "index_topk": 512, "max_position_embeddings": 1048576, "moe_intermediate_size": 2048,
+            "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+            "num_attention_heads": 64, "num_experts_per_tok": 6, "num_hash_layers": 3,
+            "num_hidden_layers": 43, "num_key_value_heads": 1, "num_nextn_predict_layers": 1,
+            "o_groups": 8, "o_lora_rank": 1024, "q_lora_rank": 1024, "qk_rope_head_dim": 64,
+            "quantization_config": {**FP8, "scale_fmt": "ue8m0"}, "rms_norm_eps": 1e-6,
+            "rope_theta": 10000, "routed_scaling_factor": 1.5,
+            "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 16,
+                             "original_max_position_embeddings": 65536, "type": "yarn"},
+            "scoring_func": "sqrtsoftplus", "sliding_window": 128, "swiglu_limit": 10.0,
+            "topk_method": "noaux_tc",
+        },
+        284, 13,
+    ),
     "GLM-5": (
         {
             "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa",
@@ -206,6 +227,40 @@ RELEASES: dict[str, tuple[dict[str, Any], float, float]] = {
             "use_bias": False,
         },
         21.8, 3.2,
+    ),
+    "ERNIE-4.5-VL-28B-A3B": (
+        {
+            "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
+            "model_type": "ernie4_5_moe_vl", "vocab_size": 103424, "freq_allocation": 20,
+            "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 131072,
+            "moe_gate": "topk", "moe_intermediate_size": [1536, 512], "moe_k": 6,
+            "moe_layer_end_index": [29, 28], "moe_layer_interval": 1,
+            "moe_layer_start_index": [1, 1], "moe_num_experts": [64, 64],
+            "moe_num_shared_experts": 2, "moe_use_aux_free": True, "num_attention_heads": 20,
+            "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+            "rope_3d": True, "rope_scaling": {"type": "default", "mrope_section": [22, 22, 20]},
+            "rope_theta": 500000, "tie_word_embeddings": True, "use_bias": False,
+            "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 1280, "num_heads": 16},
+        },
+        21.8, 3.2,  # without the experts for pictures
+    ),
+    "GLM-4.5V": (
+        {
+            "architectures": ["Glm4vMoeForConditionalGeneration"], "model_type": "glm4v_moe",
+            "text_config": {
+                "model_type": "glm4v_moe_text", "vocab_size": 151552, "attention_bias": True,
+                "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 4096,
+                "intermediate_size": 10944, "max_position_embeddings": 65536,
+                "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128,
+                "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96,
+                "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8,
+                "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0,
+                "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+                "rope_theta": 10000.0, "topk_group": 1, "use_qk_norm": False,
+            },
+            "vision_config": {"depth": 24, "hidden_size": 1536, "num_heads": 12},
+        },
+        107, 13.0,
     ),
     "Hunyuan-A13B": (
         {
@@ -516,6 +571,51 @@ RELEASES: dict[str, tuple[dict[str, Any], float, float]] = {
         },
         49.1, 3.0,
     ),
+    "MiniMax-Text-01": (
+        {
+            "architectures": ["MiniMaxText01ForCausalLM"], "model_type": "minimax_text_01",
+            "attn_type_list": ([0] * 7 + [1]) * 10, "attention_dropout": 0.0, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 6144, "intermediate_size": 9216,
+            **{
+                f"layernorm_{block}_{factor}": 3.5565588200778455 if factor == "alpha" else 1.0
+                for block in ("full_attention", "linear_attention", "mlp")
+                for factor in ("alpha", "beta")
+            },
+            "max_position_embeddings": 10240000, "num_attention_heads": 64,
+            "num_experts_per_tok": 2, "num_hidden_layers": 80, "num_key_value_heads": 8,
+            "num_local_experts": 32, "postnorm": True, "rms_norm_eps": 1e-5,
+            "rope_theta": 10000000, "rotary_dim": 64, "router_jitter_noise": 0.0,
+            "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "sliding_window": None,
+            "tie_word_embeddings": False, "vocab_size": 200064,
+        },
+        456, 45.9,
+    ),
+    "DBRX": (
+        {
+            "architectures": ["DbrxForCausalLM"], "model_type": "dbrx", "d_model": 6144,
+            "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "model_type": "",
+                            "rope_theta": 500000},
+            "emb_pdrop": 0.0, "max_seq_len": 32768, "n_heads": 48, "n_layers": 40,
+            "ffn_config": {"ffn_hidden_size": 10752, "model_type": "", "moe_jitter_eps": 0.01,
+                           "moe_loss_weight": 0.05, "moe_num_experts": 16, "moe_top_k": 4},
+            "tie_word_embeddings": False, "vocab_size": 100352,
+        },
+        132, 36,
+    ),
+    "LongCat-Flash": (
+        {
+            "architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash",
+            "vocab_size": 131072, "attention_bias": False, "attention_method": "MLA",
+            "expert_ffn_hidden_size": 2048, "ffn_hidden_size": 12288, "hidden_size": 6144,
+            "kv_lora_rank": 512, "max_position_embeddings": 131072, "mla_scale_kv_lora": True,
+            "mla_scale_q_lora": True, "moe_topk": 12, "n_routed_experts": 512,
+            "num_attention_heads": 64, "num_layers": 28, "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5,
+            "rope_theta": 10000000.0, "routed_scaling_factor": 6.0, "v_head_dim": 128,
+            "zero_expert_num": 256, "zero_expert_type": "identity",
+        },
+        560, 31.3,  # with 12 experts per token; on average, a third of them have no weights
+    ),
 }  # fmt: skip
 
 
@@ -544,6 +644,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "MiMo-V2-Flash": {"hybrid_layer_pattern": [2] * 48, "moe_layer_freq": [0, 1, 1]},
     "DeepSeek-V3.1": {"qk_rope_head_dim": 63},
+    "MiniMax-Text-01": {
+        "postnorm": False, "shared_intermediate_size": 8, "num_attention_heads": 48,
+    },
+    "LongCat-Flash": {
+        "attention_method": "GQA", "router_bias": True, "zero_expert_type": "copy",
+        "head_dim": 32, "norm_topk_prob": True,
+    },
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.load_plan import is_packed
+from moeserve.loader.row_table import RowTable
 from moeserve.loader.weights import Params
 from moeserve.models.load_plan import load_plan
 from moeserve.ops.native import native
@@ -35,6 +36,10 @@ def other(value: Any) -> Any:
     """Return the same rows, or experts, in another order."""
     if isinstance(value, Quantized):
         return value.each(lambda part: part.roll(1, 0))
+    if isinstance(value, RowTable):
+        value = value.read(torch.arange(value.count))
+    if value.dtype == torch.int64:  # the constants of a hash
+        return value
     return value.roll(1, 0).clone()
 
 

@@ -17,7 +17,16 @@ from moeserve.models.workspace import workspace_bytes
 
 from .conftest import Driver
 
-RECURRENT = ["qwen3_next", "qwen3_5_moe", "kimi_linear"]
+RECURRENT = [
+    "qwen3_next",
+    "qwen3_5_moe",
+    "kimi_linear",
+    "qwen4_exp_text",
+    "bailing_hybrid",
+    "glm5_next",
+    "minimax",
+    "zaya",
+]
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

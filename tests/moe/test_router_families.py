@@ -74,6 +74,12 @@ def afmoe(config: Any) -> RouterRule:
     )
 
 
+def kolibri(config: Any) -> RouterRule:
+    return RouterRule(
+        score="sigmoid_selected", bias=True, renormalize=config.norm_topk_prob, fp32=True
+    )
+
+
 def ernie(config: Any) -> RouterRule:
     return RouterRule(bias=True, renormalize=True, floor=config.moe_norm_min, fp32=True)
 
@@ -190,6 +196,17 @@ FAMILIES = [
         "afmoe", "AfmoeTokenChoiceRouter", "AfmoeConfig",
         {"num_experts": E, "num_experts_per_tok": 4, "route_scale": 2.8}, afmoe,
         lambda router, x, bias: given_bias(router, x[None], bias),
+    ),
+    Family(
+        "flint", "FlintTopKRouter", "FlintConfig", {"num_experts": E, "num_experts_per_tok": 4},
+        lambda config: RouterRule(score="sigmoid", renormalize=True, fp32=True),
+    ),
+    *(
+        Family(
+            "kolibri1", "Kolibri1TopKRouter", "Kolibri1Config",
+            {"num_experts": E, "num_experts_per_tok": 4, "norm_topk_prob": renormalize}, kolibri,
+        )
+        for renormalize in (False, True)
     ),
     Family(
         "gemma4", "Gemma4TextRouter", "Gemma4TextConfig", {"num_experts": E, "top_k_experts": 4},

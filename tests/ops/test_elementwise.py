@@ -16,7 +16,9 @@ from moeserve.ops import elementwise as e
 from moeserve.ops.inputs import RopeCacheInputs, entry_width, from_entries, to_entries
 from moeserve.ops.rules import RELU2, SWIGLU, Activation, RouterRule
 
-Score = Literal["softmax", "softmax_selected", "sigmoid", "sparsemixer"]
+Score = Literal[
+    "softmax", "softmax_selected", "sigmoid", "sigmoid_selected", "sqrt_softplus", "sparsemixer"
+]
 SCORES = get_args(Score)
 ACTIVATIONS = [
     SWIGLU,
@@ -138,10 +140,14 @@ def slow_route(
     scores = softmax(logits) if score == "softmax" else logits
     if score == "sigmoid":
         scores = [1 / (1 + math.exp(-value)) for value in logits]
+    elif score == "sqrt_softplus":
+        scores = [math.sqrt(math.log1p(math.exp(value))) for value in logits]
     ids = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
     weights = [scores[i] for i in ids]
     if score == "softmax_selected":
         weights = softmax(weights)
+    elif score == "sigmoid_selected":
+        weights = [1 / (1 + math.exp(-value)) for value in weights]
     return ids, [w / sum(weights) for w in weights] if renormalize else weights
 
 

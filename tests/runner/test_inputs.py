@@ -52,9 +52,10 @@ def test_inputs_match_naive_loops(upload: Upload, counts: str, seed: int) -> Non
         diffs=(),
     )
     host = HostRows.of(plan)
-    step = prepare_inputs(plan, host, tables, GROUPS, upload)
+    step = prepare_inputs(plan, host, tables, GROUPS, upload, num_earlier_ids=3)
 
     ids = []
+    earlier_ids = []
     positions = []
     sample = []
     entries = ([], [])
@@ -65,6 +66,8 @@ def test_inputs_match_naive_loops(upload: Upload, counts: str, seed: int) -> Non
     ):
         for position in range(start, start + count):
             ids.append(int(tokens[slot, position]))
+            before = tokens[slot, max(0, position - 3) : position][::-1].tolist()
+            earlier_ids.append(before + [-1] * (3 - len(before)))
             positions.append(position)
             for group in range(2):
                 entries[group].append(int(blocks[group, slot, position // 4]) * 4 + position % 4)
@@ -72,6 +75,9 @@ def test_inputs_match_naive_loops(upload: Upload, counts: str, seed: int) -> Non
         if samples:
             sample.append(offset - 1)
     assert step.ids_T.tolist() == ids
+    assert step.earlier_ids_TN is not None
+    assert step.earlier_ids_TN.tolist() == earlier_ids
+    assert prepare_inputs(plan, host, tables, GROUPS, upload).earlier_ids_TN is None
     assert step.positions.text_T.tolist() == positions
     assert step.logits_indices_N.tolist() == sample
     assert step.offsets_R1.tolist() == [0, *np.cumsum(plan.counts_R)]

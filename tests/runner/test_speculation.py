@@ -40,6 +40,8 @@ FEW = (
     "jamba",
     "lfm2_moe",
     "bailing_moe_linear_v2",
+    "glm5_next",
+    "qwen4_exp_text",
 )
 EOS = 7
 NUM_DRAFTS = 4

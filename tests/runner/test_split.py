@@ -34,6 +34,7 @@ def random_step(rng: np.random.Generator) -> StepInputs:
         offsets,
         starts,
         (torch.from_numpy(starts), torch.from_numpy(offsets)),
+        earlier_ids_TN=torch.randint(-1, 99, (total, 2)),
     )
 
 
@@ -53,7 +54,9 @@ def by_token(step: StepInputs) -> list[tuple[Any, ...]]:
                 )
                 for group in step.groups
             ]
-            tokens.append((int(step.ids_T[token]), position, groups))
+            assert step.earlier_ids_TN is not None
+            earlier = step.earlier_ids_TN[token].tolist()
+            tokens.append((int(step.ids_T[token]), position, earlier, groups))
     assert len(tokens) == len(step.ids_T) == step.offsets_R1[-1]
     return tokens
 

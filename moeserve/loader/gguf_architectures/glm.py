@@ -39,9 +39,13 @@ ARCHITECTURES: dict[str, Variants] = {
             names=INDEXER_NAMES,
         )
     },
-    "glm4moe": {  # also Solar Open, which computes the same
+    "glm4moe": {  # also Solar Open and the text model of GLM-4.5V, which compute the same
         "": GGUFArchitecture(
-            "Glm4MoeForCausalLM", defaults={"partial_rotary_factor": 1.0}, gating=SIGMOID
+            "Glm4MoeForCausalLM",
+            defaults={"partial_rotary_factor": 1.0},
+            gating=SIGMOID,
+            # Axes of the rotary embedding of GLM-4.5V, which are the same for text
+            other_keys=("rope.dimension_sections",),
         )
     },
 }

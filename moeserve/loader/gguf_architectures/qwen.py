@@ -13,4 +13,12 @@ ARCHITECTURES: dict[str, Variants] = {
     },
     "qwen3": {"": GGUFArchitecture("Qwen3ForCausalLM")},
     "qwen3moe": {"": GGUFArchitecture("Qwen3MoeForCausalLM", defaults={"norm_topk_prob": True})},
+    # The text model of Qwen3-VL and Qwen3-Omni. For text, all axes have the same position.
+    "qwen3vlmoe": {
+        "": GGUFArchitecture(
+            "Qwen3MoeForCausalLM",
+            defaults={"norm_topk_prob": True},
+            other_keys=("n_deepstack_layers", "rope.dimension_sections"),
+        )
+    },
 }

@@ -40,7 +40,8 @@ def _layer_types(metadata: Fields) -> list[str]:
     return [RECURRENT if each else FULL for each in is_recurrent]
 
 
-def _config(metadata: Fields, tensors: Mapping[str, Shape]) -> dict[str, Any]:
+def hybrid_config(metadata: Fields, tensors: Mapping[str, Shape]) -> dict[str, Any]:
+    """Return the keys of layers with gated delta nets and of those with attention."""
     num_value_heads = metadata.integer("ssm.time_step_rank", 1, _MAX_SIZE)
     inner_size = metadata.integer("ssm.inner_size", 1, _MAX_SIZE)
     if inner_size % num_value_heads:
@@ -63,19 +64,19 @@ def _config(metadata: Fields, tensors: Mapping[str, Shape]) -> dict[str, Any]:
 
 
 def _qwen3_next(metadata: Fields, tensors: Mapping[str, Shape]) -> dict[str, Any]:
-    return _config(metadata, tensors) | {
+    return hybrid_config(metadata, tensors) | {
         "linear_inputs_by_head": any(name.endswith(".ssm_in.weight") for name in tensors)
     }
 
 
 def _qwen3_5(metadata: Fields, tensors: Mapping[str, Shape]) -> dict[str, Any]:
-    return _config(metadata, tensors) | {
+    return hybrid_config(metadata, tensors) | {
         "linear_value_heads_tiled": True,
         "mtp_num_hidden_layers": metadata.raw("nextn_predict_layers"),
     }
 
 
-_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "keys": {SHARED_SIZE: "shared_expert_intermediate_size", **_SIZES},
     "defaults": {"norm_topk_prob": True},
     "required": (*_SIZES, "ssm.inner_size", "rope.dimension_count", SHARED_SIZE),
@@ -105,6 +106,6 @@ _OPTIONS: dict[str, Any] = {
     },
 }
 ARCHITECTURES: dict[str, Variants] = {
-    "qwen35moe": {"": GGUFArchitecture("Qwen3_5MoeForCausalLM", config=_qwen3_5, **_OPTIONS)},
-    "qwen3next": {"": GGUFArchitecture("Qwen3NextForCausalLM", config=_qwen3_next, **_OPTIONS)},
+    "qwen35moe": {"": GGUFArchitecture("Qwen3_5MoeForCausalLM", config=_qwen3_5, **OPTIONS)},
+    "qwen3next": {"": GGUFArchitecture("Qwen3NextForCausalLM", config=_qwen3_next, **OPTIONS)},
 }

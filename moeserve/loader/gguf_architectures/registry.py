@@ -41,6 +41,8 @@ _MODULES = {
     "qwen35moe": "qwen_next",
     "qwen3moe": "qwen",
     "qwen3next": "qwen_next",
+    "qwen3vlmoe": "qwen",
+    "qwen4exp": "qwen4exp",
     "step35": "step",
 }
 ARCHITECTURES = tuple(_MODULES)

@@ -33,7 +33,7 @@ from moeserve.ops.native_layer import (
     pack,
     packing_of,
 )
-from moeserve.ops.native_rows import TYPES, native_activation
+from moeserve.ops.native_rows import TYPES, can_route, native_activation
 from moeserve.ops.quantized import Quantized, Weight
 from moeserve.ops.rules import SWIGLU, Activation
 
@@ -240,7 +240,7 @@ class NativeExperts(StackedExperts):
         )  # fmt: skip
 
     def can_fuse(self, router: Router) -> bool:
-        return can_fuse(router.gate)
+        return router.fusible and can_fuse(router.gate) and can_route(router.rule)
 
     def fuse(self, router: Router) -> ExpertsBlock:
         assert isinstance(router.gate, NativeLinear)

@@ -29,6 +29,7 @@ class ExpertFacts:
     hidden_size: int
     expert_size: int
     swiglu: bool  # all layers' experts have the activation SwiGLU
+    capped: bool = False  # the activation of a layer's experts has caps
     fp8_blocks: bool  # the checkpoint has e4m3 weights with scales per block of 128 x 128
 
     @property
@@ -66,7 +67,7 @@ def _offered(facts: ExpertFacts) -> tuple[str, ...]:
     if ops.kernels_setting in EXPERT_KERNELS.plugins:
         return (ops.kernels_setting,)
     if ops.native:
-        return ("native", "grouped_mm", "reference")
+        return ("native", "grouped_mm", "reference")[1 if facts.capped else 0 :]
     if not ops.triton:
         return ("grouped_mm", "reference")
     if facts.is_package_chosen:

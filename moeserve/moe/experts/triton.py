@@ -177,7 +177,7 @@ class TritonExperts(StackedExperts):
         )
 
     def can_fuse(self, router: Router) -> bool:
-        return True  # the fused form calls the router as it is
+        return router.fusible  # the fused form calls the router without the token ids
 
     def fuse(self, router: Router) -> FusedExperts:
         return partial(_run_fused, router, act_of(self._activation))

@@ -106,7 +106,8 @@ def load_drafter(
                 max_tokens=shard.max_tokens,
                 max_position=longest,
             )
-        return Drafter(head, (), spec.draft_rules, takes_hidden=True)
+        combine = getattr(head, "combine", None)  # of models with several residual streams
+        return Drafter(head, (), spec.draft_rules, takes_hidden=True, combine=combine)
     path = resolve_model_dir(speculation.path)
     if speculation.kind == "model":
         draft = read_model_spec(path)

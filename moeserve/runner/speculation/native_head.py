@@ -54,6 +54,7 @@ class NativeHead:
         assert isinstance(merge, Merge)
         assert isinstance(mixer, AttentionLayer)
         assert isinstance(dense, DenseLayer)
+        assert head.norm is not None
         mlp = dense.mlp
         attention: Any = mixer.fused_call  # native, because `_is_plain` has checked it
         mlp_call: Any = mlp.fused_call
@@ -157,7 +158,9 @@ def _is_plain(head: Decoder, merge: Merge) -> bool:
     dense = layer.feed_forward
     norms = merge.embed_norm, merge.hidden_norm, layer.attn_norm, layer.mlp_norm, head.norm
     return (
-        head.embed_VD.dtype in (torch.float32, torch.bfloat16)
+        head.norm is not None
+        and layer.attn_connection is None
+        and head.embed_VD.dtype in (torch.float32, torch.bfloat16)
         and head.embed_VD.is_contiguous()
         and (spec.embedding_scale, spec.residual_scale, spec.logits_divisor) == (1.0, 1.0, 1.0)
         and not spec.logits_cap
