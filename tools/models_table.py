@@ -16,10 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moeserve.blocks.attention import Attention
+from moeserve.blocks.block_sparse_attention import BlockSparseAttention
 from moeserve.blocks.compressed_attention import CompressedAttention
 from moeserve.blocks.feed_forward import MoE
+from moeserve.blocks.group_indexer import GroupIndexedAttention
 from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.blocks.mixer import Mixer
+from moeserve.blocks.shared_latent_attention import SharedLatentAttention
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.registry import FAMILIES
 from moeserve.models.spec import ModelSpec
@@ -39,7 +42,12 @@ refused with the name of the key.
   preemption, recovery from a dead engine, and the weight formats of
   [quantization.md](quantization.md). MoE families also support expert parallelism (`--ep`) and
   dual-batch overlap.
-- **Some families** support an int8 KV cache or MTP heads: see the table.
+- **Some families** support an int8 KV cache or MTP heads: see the table. Other MTP heads in a
+  checkpoint are not loaded.
+- **Pictures and sound** are not read: a multimodal checkpoint serves text.
+- **Blocks of tokens**: SDAR-MoE and LLaDA2 decode blocks from masks, on CPUs
+  ([diffusion.md](diffusion.md)).
+- **GPUs**: MiniMax-M3, Inkling and Inkling 2 run by torch's kernels, with `--determinism fast`.
 - **Tests** (`tests/models`) compare the tokens and logits of every family with those of
   transformers' implementation, and the bits of a request alone with its bits in a batch. They use
   small random checkpoints on CPUs; no family has run on a GPU yet ([gpu.md](gpu.md)).
@@ -83,6 +91,10 @@ Terms of the column "mixers":
 - *entries of 4 tokens*: each window of so many tokens also has one compressed key and value
 - *shared kv*: values are the keys before norm and rotary embedding
 - *sinks*: a learned score per head without a value (attention sink)
+- *block-sparse*: per KV head, an index head chooses blocks of tokens
+- *index heads over groups*: index heads choose groups of consecutive tokens
+- *relative logits*: learned scores of distances, in place of a rotary embedding
+- *shared latents*: several layers attend to the latents of one
 - *no rotation*: no rotary embedding
 - *gate*: the result of attention is multiplied by a gate, per head or per element
 
@@ -108,6 +120,10 @@ _GEMMA: dict[str, object] = {
     "num_global_key_value_heads": 2, "num_key_value_heads": 8, "sliding_window": 1024,
     "top_k_experts": 8,
 }  # fmt: skip
+_QSA: dict[str, object] = {
+    "indexer_budget": 2048, "indexer_compress_ratio": 4, "indexer_head_dim": 128,
+    "indexer_kv_heads": 1, "indexer_n_heads": 4, "partial_rotary_factor": 0.25,
+}  # fmt: skip
 # Keys of published checkpoints, where the default configuration makes no model or another kind.
 PUBLISHED: dict[str, dict[str, object]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1536},
@@ -123,18 +139,37 @@ PUBLISHED: dict[str, dict[str, object]] = {
         ],
         "num_hidden_layers": 24,
     },
+    "LLaDA2MoeModelLM": {"num_nextn_predict_layers": 0},
+    "MiniMaxM1ForCausalLM": {"postnorm": True},
+    "MiniMaxText01ForCausalLM": {"postnorm": True},
     "Mistral3ForConditionalGeneration": {"model_type": "mistral4"},
+    "Qwen4ExpForCausalLM": _QSA,
+    "Qwen4ExpForConditionalGeneration": _QSA,
+    "SDARMoeForCausalLM": {"mtp_num_hidden_layers": 0},
 }
 ONE_HEAD: dict[str, object] = {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
 
 
-RECURRENT = {
+# Mixers that are no `Attention`
+KINDS = {
+    "ConvolvedAttention": "attention to convolved heads",
+    "ConvolvedHeads": "convolutions of queries, keys and values",
     "GatedDelta": "gated delta net",
     "KimiDelta": "Kimi delta attention",
     "Lightning": "lightning attention",
     "Mamba1": "Mamba",
     "Mamba2": "Mamba-2",
+    "MixtureOfAttention": "mixture of attention heads",
+    "NgramEmbedding": "n-gram embeddings",
+    "OutputConv": "convolution of the output",
     "ShortConv": "short convolution",
+}
+# Kinds of `Attention`
+ATTENTION = {
+    "BlockSparseAttention": "block-sparse",
+    "ClippedAttention": "relative logits, clipped heads",
+    "GroupIndexedAttention": "index heads over groups",
+    "RelativeAttention": "relative logits",
 }
 
 
@@ -154,6 +189,11 @@ def _kind(mixer: Mixer) -> str:
         latent = f"latent, {mixer.num_heads} heads, rank {mixer.rank} + {mixer.rope_dim}"
         index = mixer.indexer
         return f"{latent}, {index.num_heads} index heads of {index.dim}" if index else latent
+    if isinstance(mixer, SharedLatentAttention):
+        return (
+            f"shared latents, {mixer.num_heads} heads, rank {mixer.rank} + {mixer.rope_dim}, "
+            f"{mixer.index_heads} index heads of {mixer.index_dim}"
+        )
     if isinstance(mixer, CompressedAttention):
         kind = f"one key and value, {mixer.num_heads} heads of {mixer.head_dim}, sinks"
         kind += f", entries of {mixer.every} tokens" if mixer.every else ""
@@ -161,10 +201,12 @@ def _kind(mixer: Mixer) -> str:
             kind += f", {mixer.indexer.num_heads} index heads of {mixer.indexer.dim}"
         return kind
     if not isinstance(mixer, Attention):
-        return f"{RECURRENT[type(mixer).__name__]}, {mixer.sharing}"
+        return f"{KINDS[type(mixer).__name__]}, {mixer.sharing}"
     options = [f"{mixer.num_heads}/{mixer.num_kv_heads} heads of {mixer.head_dim}"]
     if mixer.value_dim != mixer.head_dim:
         options[0] += f", values of {mixer.value_dim}"
+    kind = ATTENTION.get(type(mixer).__name__)
+    options += [kind] if kind else []
     options += ["no rotation"] if mixer.rope is None else []
     options += [f"{mixer.qk_norm} norms"] if mixer.qk_norm != "none" else []
     options += [
@@ -177,7 +219,11 @@ def _kind(mixer: Mixer) -> str:
 
 
 def _sees(mixer: Mixer) -> str:
-    if isinstance(mixer, LatentAttention) and mixer.indexer:
+    if isinstance(mixer, BlockSparseAttention):
+        return f"{mixer.top_k} chosen blocks of {mixer.block_size} tokens"
+    if isinstance(mixer, SharedLatentAttention):
+        return f"{mixer.top_k} chosen tokens"
+    if isinstance(mixer, LatentAttention | GroupIndexedAttention) and mixer.indexer:
         return f"{mixer.indexer.top_k} chosen tokens"
     if isinstance(mixer, CompressedAttention):
         entries = f" and {mixer.indexer.top_k} chosen entries" if mixer.indexer else " and entries"
