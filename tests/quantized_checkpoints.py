@@ -18,7 +18,15 @@ from torch.nn.functional import pad
 
 from moeserve.ops.quantized import Quantized
 
-LINEAR = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "put_linear.weight")
+LINEAR = (
+    "_proj.weight",
+    ".w1.weight",
+    ".w2.weight",
+    ".w3.weight",
+    "put_linear.weight",
+    "experts.w13_weight",
+    "experts.w2_weight",
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,12 @@ class Form:
                     "fmt": "e4m3",
                     "activation_scheme": "dynamic",
                     **block,
+                }
+            case "mxfp8":
+                return {
+                    "quant_method": "mxfp8",
+                    "weight_block_size": [self.rows, self.group],
+                    "scale_fmt": "ue8m0",
                 }
             case "mxfp4":
                 return {
@@ -137,6 +151,7 @@ FORMS = {
     "fp8 in small blocks": Form("fp8", rows=24, group=16),
     "fp8 of ModelOpt": Form("fp8", rows=0, method="modelopt"),
     "fp8 in groups, mxfp8": Form("fp8", group=32, method="modelopt"),
+    "fp8 in groups, mxfp8 of its own": Form("fp8", group=32, method="mxfp8"),
     "fp4, mxfp4": Form("fp4", group=32, method="mxfp4"),
     "fp4, mxfp4 of compressed-tensors": Form("fp4", group=32, packed=True),
     "fp4, nvfp4 of compressed-tensors": Form("fp4", group=16, packed=True),

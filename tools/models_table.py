@@ -124,6 +124,11 @@ _QSA: dict[str, object] = {
     "indexer_budget": 2048, "indexer_compress_ratio": 4, "indexer_head_dim": 128,
     "indexer_kv_heads": 1, "indexer_n_heads": 4, "partial_rotary_factor": 0.25,
 }  # fmt: skip
+_AFTER_THREE = [0] * 3 + [1] * 57  # layers of MiniMax-M3
+_MINIMAX_M3: dict[str, object] = {
+    "moe_layer_freq": _AFTER_THREE,
+    "sparse_attention_config": {"sparse_attention_freq": _AFTER_THREE},
+}
 # Keys of published checkpoints, where the default configuration makes no model or another kind.
 PUBLISHED: dict[str, dict[str, object]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1536},
@@ -141,6 +146,8 @@ PUBLISHED: dict[str, dict[str, object]] = {
     },
     "LLaDA2MoeModelLM": {"num_nextn_predict_layers": 0},
     "MiniMaxM1ForCausalLM": {"postnorm": True},
+    "MiniMaxM3SparseForConditionalGeneration": _MINIMAX_M3,
+    "MiniMaxM3VLForCausalLM": _MINIMAX_M3,
     "MiniMaxText01ForCausalLM": {"postnorm": True},
     "Mistral3ForConditionalGeneration": {"model_type": "mistral4"},
     "Qwen4ExpForCausalLM": _QSA,
@@ -205,8 +212,8 @@ def _kind(mixer: Mixer) -> str:
     options = [f"{mixer.num_heads}/{mixer.num_kv_heads} heads of {mixer.head_dim}"]
     if mixer.value_dim != mixer.head_dim:
         options[0] += f", values of {mixer.value_dim}"
-    kind = ATTENTION.get(type(mixer).__name__)
-    options += [kind] if kind else []
+    name_of_kind = ATTENTION.get(type(mixer).__name__)
+    options += [name_of_kind] if name_of_kind else []
     options += ["no rotation"] if mixer.rope is None else []
     options += [f"{mixer.qk_norm} norms"] if mixer.qk_norm != "none" else []
     options += [

@@ -147,6 +147,7 @@ class MoE:
                 [("mlp.gate.tid2eid", self.hashed, slice(0, self.hashed))],
                 self.top_k,
                 int64=True,
+                below=self.num_experts,
             )
         if self.expert_scale:
             block.add("expert_scale", expert_shape, "router.per_expert_scale", fp32=True)

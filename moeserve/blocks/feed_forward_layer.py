@@ -27,6 +27,7 @@ from moeserve.blocks.norm import Norm
 from moeserve.blocks.router_mlp import RouterMLP
 from moeserve.blocks.weight_slots import Pack
 from moeserve.comm.tensor import ALONE
+from moeserve.errors import CheckpointError
 from moeserve.moe.all2all.layout import MAX_TERMS
 from moeserve.moe.experts.base import Experts, ExpertWeights
 from moeserve.moe.layer import MoELayer, SharedExpert
@@ -202,7 +203,7 @@ def build_router(spec: MoE, build: Builder, name: str) -> Router:
         scale_E = build.fp32(name + "router_factor", lambda factor: factor.repeat(spec.num_experts))
     gate = _build_gate(spec, build, name)
     if spec.hashed:
-        table_VK = build.slots.load((name + "router_table",), lambda ops, ids: ids.long())
+        table_VK = build.slots.load((name + "router_table",), _expert_ids(spec, name))
         return HashRouter(gate, spec.top_k, rule, build.ops, experts_VK=table_VK)
     if spec.num_choices > spec.num_experts:
         assert not (spec.identities and spec.num_empty), spec
@@ -217,6 +218,21 @@ def build_router(spec: MoE, build: Builder, name: str) -> Router:
             returns_input=spec.identities > 0,
         )
     return Router(gate, spec.top_k, rule, build.ops, bias_E, scale_E)
+
+
+def _expert_ids(spec: MoE, name: str) -> Pack:
+    """Return the function that checks the table of a router by token id."""
+
+    def checked(ops: Ops, ids_VK: Tensor) -> Tensor:
+        if (ids_VK < 0).any() or (ids_VK >= spec.num_experts).any():
+            raise CheckpointError(
+                f"{name}mlp.gate.tid2eid names experts beyond the {spec.num_experts} of "
+                "config.json; use the config.json that came with the weights, or download the "
+                "model again"
+            )
+        return ids_VK.long()
+
+    return checked
 
 
 def _build_gate(spec: MoE, build: Builder, name: str) -> LinearMethod:

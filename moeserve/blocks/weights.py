@@ -209,11 +209,12 @@ class WeightPlan:
         fp32: bool = False,
         int64: bool = False,
         on_disk: bool = False,
+        below: int = 0,
     ) -> None:
         """Add a parameter made of ranges of rows of tensors, in this order.
 
         sources: (name, number of rows, rows to load) of each tensor. A tensor may be listed
-        several times. int64, on_disk: see `Param`. The other arguments are those of `stack`.
+        several times. int64, on_disk, below: see `Param`. The other arguments are those of `stack`.
         """
         start = 0  # first row of a source in the parameter
         for source, total, rows in sources:
@@ -230,7 +231,7 @@ class WeightPlan:
             at = (slice(start, end),)
             self.pieces.append(Piece(source, shape, param, at, take, transposed))
             start = end
-        self.params.append(Param(param, (start, *tail), widened, fp32, int64, on_disk))
+        self.params.append(Param(param, (start, *tail), widened, fp32, int64, on_disk, below))
 
     def block(self, param_prefix: str, tensor_prefix: str, module: str = "") -> "BlockPlan":
         """Return a plan for one block of a layer.
@@ -291,13 +292,18 @@ class BlockPlan(NamedTuple):
         self.plan.stack(self.param_prefix + param, sources, *tail, **options)
 
     def pick(
-        self, param: str, parts: Iterable[tuple[str, int, slice]], *tail: int, **options: bool
+        self,
+        param: str,
+        parts: Iterable[tuple[str, int, slice]],
+        *tail: int,
+        below: int = 0,
+        **options: bool,
     ) -> None:
         sources = [
             (self.plan.spell(self.tensor_prefix, self.module + name), rows, taken)
             for name, rows, taken in parts
         ]
-        self.plan.pick(self.param_prefix + param, sources, *tail, **options)
+        self.plan.pick(self.param_prefix + param, sources, *tail, below=below, **options)
 
     def share(self, name: str, rows: int) -> tuple[str, int, slice]:
         """Return this rank's share of a tensor's rows, as a source for `stack`."""

@@ -39,17 +39,23 @@ class Decoding:
         """
         return (known // self.block + 1) * self.block if self.block else known
 
-    def check(self, sampling: TokenSampling, num_tokens: int, num_prompt: int) -> None:
-        """Raise InvalidRequest if a request has parameters without a meaning for blocks."""
+    def check(self, sampling: TokenSampling, grammar_param: str = "structured_outputs") -> None:
+        """Raise InvalidRequest if a request has parameters without a meaning for blocks.
+
+        grammar_param: the request field that errors about a grammar name.
+        """
         if not self.block:
             return
-        for name, remedy in _unsupported(sampling):
+        for name, remedy in _unsupported(sampling, grammar_param):
             raise InvalidRequest(
                 f"{name} is not supported by this model, which decodes blocks of tokens: {remedy}",
                 param=name,
                 code="unsupported_parameter",
             )
-        if num_tokens > num_prompt and num_tokens % self.block:
+
+    def check_resumption(self, num_tokens: int, num_prompt: int) -> None:
+        """Raise InvalidRequest if a request with tokens of its answer ends inside a block."""
+        if self.block and num_tokens > num_prompt and num_tokens % self.block:
             raise InvalidRequest(
                 f"an answer of this model resumes at a multiple of {self.block} tokens, "
                 f"not at {num_tokens}"
@@ -59,7 +65,7 @@ class Decoding:
 SINGLE_TOKENS = Decoding()
 
 
-def _unsupported(sampling: TokenSampling) -> Iterator[tuple[str, str]]:
+def _unsupported(sampling: TokenSampling, grammar_param: str) -> Iterator[tuple[str, str]]:
     """Yield the parameters that have no meaning for blocks, and what to do instead."""
     if sampling.temperature >= GREEDY_BELOW:
         yield "temperature", "its tokens are always the most likely ones, so set it to 0"
@@ -73,7 +79,7 @@ def _unsupported(sampling: TokenSampling) -> Iterator[tuple[str, str]]:
         "logit_bias": bool(sampling.logit_bias),
         "allowed_token_ids": sampling.allowed_ids is not None,
         "bad_words": bool(sampling.bad_seqs),
-        "structured_outputs": sampling.grammar is not None,
+        grammar_param: sampling.grammar is not None,
         "logits_processors": bool(sampling.processors),
         "receipt": sampling.receipt,
     }

@@ -145,7 +145,8 @@ class Scheduler:
         if rid in self.waiting or rid in self.preparing or rid in self.kv_manager.batch.slot_of:
             raise InvalidRequest(f"request {rid} exists already", code="duplicate_request")
         request = request_of(msg, self._num_arrivals, self.limits.max_model_len, self.vocab_size)
-        self.decoding.check(msg.sampling, len(request.tokens), msg.num_prompt)
+        self.decoding.check(msg.sampling)
+        self.decoding.check_resumption(len(request.tokens), msg.num_prompt)
         num_needed = self.kv_manager.peak_blocks(self.decoding.goal(request.max_total - 1))
         num_usable = self.limits.num_blocks - 1  # all but the null block
         if num_needed > num_usable:

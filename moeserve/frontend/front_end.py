@@ -24,6 +24,7 @@ from moeserve.actor.actor import Actor
 from moeserve.actor.tasks import log_error
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.link import EngineGone, EngineLink, FromEngine, RequestsLost, Resized
+from moeserve.engine.decoding import SINGLE_TOKENS, Decoding
 from moeserve.frontend.admission import Admission, Reservation, RunningSequences
 from moeserve.frontend.engine_monitor import EngineMonitor
 from moeserve.frontend.generation import (
@@ -74,6 +75,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         processors: Collection[str] = (),
         receipt_signer: ReceiptSigner | None = None,
         resume_window_s: float = 0.0,
+        decoding: Decoding = SINGLE_TOKENS,
     ) -> None:
         """Create a front end, which accepts requests once its engine is ready.
 
@@ -90,6 +92,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             processors: Names of logits processors.
             receipt_signer: Creates receipts. None: only their digests are computed.
             resume_window_s: See `ResumableStreams`. 0: streams end with their readers.
+            decoding: How the model's requests gain tokens.
         """
         Actor.__init__(self, "front end", link.outbox)
         ServingState.__init__(self)
@@ -121,6 +124,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             )
         self._grammars = GrammarAdmission(tokenizer)
         self._processors = processors
+        self._decoding = decoding
         self.rids = itertools.count(1)
         # Generations with deltas that are not delivered yet. There may be duplicates.
         self._undelivered: list[Generation] = []
@@ -193,6 +197,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 grammar=grammar,
                 known_processors=self._processors,
             )
+            self._decoding.check(samplings[0], grammar_param)
             generation = Generation(
                 prompt,
                 params,

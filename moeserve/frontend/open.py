@@ -13,6 +13,7 @@ from moeserve.cluster.host import Root
 from moeserve.cluster.link import EngineLink
 from moeserve.cluster.local_engine import LocalEngine
 from moeserve.config import Config
+from moeserve.engine.decoding import SINGLE_TOKENS, Decoding
 from moeserve.errors import ConfigError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.receipt_signer import ReceiptSigner
@@ -125,7 +126,9 @@ def _create_front_end(
     if answer_format is not None:
         log.info("answers are parsed as %s; --tool-format sets another format", answer_format.name)
     defaults = generation_defaults(model_dir) if model.generation_config == "auto" else {}
+    decoding = SINGLE_TOKENS
     if spec.diffusion is not None:  # greedy is the only way to decode blocks
+        decoding = Decoding(spec.diffusion.block)
         defaults = {"temperature": 0.0}
     elif defaults:
         log.info("sampling defaults from generation_config.json: %s", defaults)
@@ -153,4 +156,5 @@ def _create_front_end(
         processors=known_names(model.logits_processors),
         receipt_signer=signer,
         resume_window_s=config.server.resume_window,
+        decoding=decoding,
     )

@@ -61,6 +61,7 @@ def dummy_checkpoint(
             f"{model_dir} has weights, but load_format=dummy needs a config.json without weights; "
             "pass the model's directory, or use load_format=auto"
         )
+    integers = {param.name for param in plan.params if param.int64}
     forms: dict[str, StoredFormat] = {}
     if config_format or quantize_to:
         for param in plan.params:
@@ -70,7 +71,8 @@ def dummy_checkpoint(
         name = piece.source
         form = forms.get(piece.param)
         if form is None:
-            tensors[name] = _no_file(model_dir, name, "BF16", piece.shape)
+            dtype = "I64" if piece.param in integers else "BF16"
+            tensors[name] = _no_file(model_dir, name, dtype, piece.shape)
             continue
         values_shape = form.values_shape(piece.shape, piece.transposed)
         scales_shape = form.scales_shape(piece.shape, piece.transposed)
@@ -102,6 +104,7 @@ class RandomReader(Reader):
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(Checkpoint(checkpoint.model_dir, {}))
         self._dummy_checkpoint = checkpoint
+        self._below: dict[str, int] = {}  # `Param.below`, of parameters that have it
 
     def allocate(
         self, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device
@@ -110,6 +113,8 @@ class RandomReader(Reader):
 
         On CPUs the experts of a layer share the memory of one (stride 0), which is filled once.
         """
+        if param.below:
+            self._below[param.name] = param.below
         if device.type == "cuda" or kind_of(param.name).removesuffix("_bias") not in ("w13", "w2"):
             return empty_weight(self._dummy_checkpoint, param, pieces, dtype, device)
         one_expert = empty_weight(
@@ -138,6 +143,11 @@ class RandomReader(Reader):
     ) -> Iterator[Callable[[], int]]:
         """Yield a job that fills a piece; none for an expert that shares the first one's memory."""
         values = weight.values if isinstance(weight, Quantized) else weight
+        if below := self._below.get(piece.param):
+            yield partial(
+                _fill_integers, zlib.crc32(piece.source.encode()), below, values[piece.at]
+            )
+            return
         shares_memory = values.stride(0) == 0
         if not shares_memory or piece.at[0] == 0:
             yield partial(_fill, zlib.crc32(piece.source.encode()), weight[piece.at])
@@ -154,6 +164,16 @@ def _fill(seed: int, part: Weight) -> int:
     part.scales.fill_(part.shape[-1] ** -0.5 / _STEPS[part.kind][0])
     if part.zeros is not None:
         part.zeros.fill_(8)
+    return 0
+
+
+@torch.inference_mode()
+def _fill_integers(seed: int, below: int, rows: Tensor) -> int:
+    """Fill each row with successive integers from 0 to below - 1, from a random one on."""
+    generator = torch.Generator(rows.device).manual_seed(seed)
+    shape = (len(rows), 1)
+    first = torch.randint(below, shape, generator=generator, device=rows.device)
+    rows.copy_((first + torch.arange(rows.shape[1], device=rows.device)) % below)
     return 0
 
 

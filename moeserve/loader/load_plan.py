@@ -101,6 +101,7 @@ class Param:
     fp32: bool = False  # kept in fp32, whatever the model's dtype
     int64: bool = False  # integers, such as the constants of a hash
     on_disk: bool = False  # a table whose rows are read when they are needed (row_table.py)
+    below: int = 0  # rows of different integers have those from 0 to below - 1; 0: any integers
 
     @property
     def quantized_on_load(self) -> bool:

@@ -1,7 +1,8 @@
 """Reads the formats of a checkpoint's quantized weights from its quantization_config.
 
 The config is in config.json, or in ModelOpt's hf_quant_config.json. Supported values of
-quant_method: compressed-tensors, fp8, fbgemm_fp8, mxfp4, modelopt, awq, gptq, and those of plugins.
+quant_method: compressed-tensors, fp8, fbgemm_fp8, mxfp8, mxfp4, modelopt, awq, gptq, and those of
+plugins.
 
 Not read:
 - Which layers are quantized (`ignore`, `modules_to_not_convert`, ...): the names and dtypes of the
@@ -344,6 +345,15 @@ def read_fbgemm_fp8(config: Fields) -> list[StoredFormat]:
     return [StoredFormat(kind="fp8", activations=True)]
 
 
+def read_mxfp8(config: Fields) -> list[StoredFormat]:
+    """Read the format of Inkling 2 and MiniMax-M3: e4m3 with a scale per 32 inputs."""
+    rows, group = _MODELOPT_SCALES["MXFP8"]
+    config = _with_defaults(config, weight_block_size=[rows, group])
+    if config.raw("weight_block_size") not in (None, [rows, group]):
+        raise config.error("weight_block_size", f"supported: [{rows}, {group}]")
+    return [StoredFormat(kind="fp8", rows=rows, group=group, activations=True)]
+
+
 def read_mxfp4(config: Fields) -> list[StoredFormat]:
     """Return the only format of gpt-oss: e2m1 in groups of 32."""
     return [StoredFormat(kind="fp4", layout="blocks", group=32)]
@@ -370,6 +380,7 @@ WEIGHT_FORMATS: Registry[FormatReader] = Registry(
             "modelopt_mixed": "read_modelopt",
             "fbgemm_fp8": "read_fbgemm_fp8",
             "mxfp4": "read_mxfp4",
+            "mxfp8": "read_mxfp8",
             "gguf": "read_gguf",
         }.items()
     },

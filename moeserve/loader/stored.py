@@ -22,8 +22,8 @@ In an unquantized checkpoint the weight is `x.weight`, or `x` for fused experts.
                x.scales              [C, N]
                x.qzeros              int32 [C, N / 8], likewise
 
-The scales of the other layouts are x.weight_scale, x.weight_scale_inv or x.scale (DeepSeek-V4):
-floats, or e8m0, or e4m3.
+The scales of the other layouts are x.weight_scale, x.weight_scale_inv, x.scale (DeepSeek-V4) or
+x.qscale_weight (Mistral Large 4): floats, or e8m0, or e4m3.
 Those in e4m3 are multiplied by x.weight_scale_2 (ModelOpt), or divided by x.weight_global_scale
 (compressed-tensors). Tensors about activations or shapes are not used.
 
@@ -56,6 +56,7 @@ _UNUSED_SUFFIXES = (
     "input_global_scale",
     "output_scale",
     "input_scale_ub",
+    "qscale_act",
 )
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")  # of an 8-bit KV cache
 
@@ -194,7 +195,11 @@ def _candidates(
         elif suffix == "_blocks":
             scales_names = (base + "_scales",)
         else:
-            scales_names = (module + "scale", *(base + end for end in _SCALE_SUFFIXES))
+            scales_names = (
+                module + "scale",
+                module + "qscale_weight",
+                *(base + end for end in _SCALE_SUFFIXES),
+            )
         scales = next((tensors[name] for name in scales_names if name in tensors), None)
         if scales is None:
             raise CheckpointError(

@@ -67,7 +67,8 @@ def _spec_fields(config: Fields) -> family.SpecFields:
         use_qkv_bias=False,
     )
     for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
-        if any(config.values.get(key) or ()):
+        limits = config.values.get(key) or ()
+        if not isinstance(limits, list | tuple) or any(limits):
             raise config.error(key, "limits of activations are not supported for this family")
     full = _latent(config)
     delta = _delta(config)

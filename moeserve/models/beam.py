@@ -56,7 +56,7 @@ def _attention(config: Fields, kind: str) -> Attention:
         raise config.error("rope_parameters", f"it must have an object or null for {kind}")
     rope = sections[kind]
     mixer = family.attention(
-        replace(config, values={**config.values, "rope_parameters": rope or {}}),
+        replace(config, values={**config.values, "rope_parameters": {} if rope is None else rope}),
         rule=rule,
         qk_norm="head",
         gate="element",

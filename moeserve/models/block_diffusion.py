@@ -24,6 +24,7 @@ def _in_blocks(config: Fields, fields: family.SpecFields) -> family.SpecFields:
     block = config.integer("block_size", 2, _MAX_BLOCK)
     if _MAX_BLOCK % block:
         raise config.error("block_size", f"it must divide {_MAX_BLOCK}")
+    config.integer("max_position_embeddings", block, family.MAX_POSITION)
     vocab_size = config.integer("vocab_size", 1, family.MAX_POSITION)
     diffusion = BlockDiffusion(
         block=block, mask_id=config.integer("mask_token_id", 0, vocab_size - 1)

@@ -30,6 +30,8 @@ _SPARSE = "compressed_sparse_attention"
 _HEAVY = "heavily_compressed_attention"
 _KIND_OF_RATIO = {0: _WINDOW, 4: _SPARSE, 128: _HEAVY}
 _ROTATED_SHARE = 64 / 512
+_MAX_RATE = 2**16
+_MAX_THETA = 1e12
 _RATES = {_SPARSE: ("compress_rate_csa", 4), _HEAVY: ("compress_rate_hca", 128)}
 
 
@@ -47,7 +49,7 @@ def _kinds(config: Fields) -> list[str]:
     if (
         not isinstance(ratios, list)
         or len(ratios) < count
-        or any(ratio not in _KIND_OF_RATIO for ratio in ratios)
+        or any(type(ratio) is not int or ratio not in _KIND_OF_RATIO for ratio in ratios)
     ):
         raise config.error(
             "compress_ratios", f"it must list 0, 4 or 128 for each of {count} layers"
@@ -58,12 +60,15 @@ def _kinds(config: Fields) -> list[str]:
 def _rate(config: Fields, kind: str) -> int:
     """Read how many tokens a layer's entries have."""
     key, default = _RATES[kind]
-    rates = config.section("compress_rates")
-    rate = config.optional_integer(key, 1, family.MAX_POSITION) or rates.get(kind, default)
-    if not isinstance(rate, int) or rate < 1 or (TILE % rate and rate % TILE):
+    rate = config.optional_integer(key, 1, _MAX_RATE)
+    if rate is None:
+        key = "compress_rates"
+        rate = config.section(key).get(kind, default)
+    if type(rate) is not int or not 1 <= rate <= _MAX_RATE or (TILE % rate and rate % TILE):
         raise config.error(
-            "compress_rates",
-            f"{kind} must have a number of tokens that divides {TILE} or is a multiple of it",
+            key,
+            f"the number of tokens of {kind} must divide {TILE}, or be a multiple of it up to "
+            f"{_MAX_RATE}",
         )
     return rate
 
@@ -75,15 +80,30 @@ def _rope(config: Fields, size: int, name: str) -> RopeSpec:
     YaRN's factor of scores.
     """
     parameters = config.section("rope_parameters") or config.section("rope_scaling")
-    section = parameters.get(name)
-    if not isinstance(section, dict):
-        section = {"rope_theta": config.raw("rope_theta")}
+    if all(isinstance(parameters.get(each), dict) for each in ("main", "compress")):
+        section = parameters[name]
+        _check_share(config, section, size)
+    else:
+        theta = "compress_rope_theta" if name == "compress" else "rope_theta"
+        section = {"rope_theta": config.number(theta, 1.0, _MAX_THETA)}
         if name == "compress":
-            section = {**parameters, "rope_theta": config.raw("compress_rope_theta")}
+            section = {**parameters, **section}
             if "yarn" in (section.get("rope_type"), section.get("type")):
                 section = {"attention_factor": 1.0, **section}
     values = {**config.values, "rope_parameters": section, "rope_scaling": None}
     return read_rope(replace(config, values=values), size, partial=None, interleaved=True)
+
+
+def _check_share(config: Fields, section: dict[str, Any], size: int) -> None:
+    """Check that an object of `rope_parameters` rotates `size` elements of a head."""
+    rope = Fields(config.path, section, {"partial_rotary_factor": None}, prefix="rope_parameters.")
+    share = rope.optional_number("partial_rotary_factor", 0, 1.0)
+    head_dim = config.integer("head_dim", 2, family.MAX_HEADS)
+    if share is not None and int(head_dim * share) != size:
+        raise rope.error(
+            "partial_rotary_factor",
+            f"{size} of {head_dim} elements rotate elsewhere; make them equal",
+        )
 
 
 def _rope_dim(config: Fields) -> int:
@@ -132,9 +152,8 @@ def _mixer(
 
 
 def _experts(config: Fields) -> MoE:
-    config.only(
-        scoring_func="sqrtsoftplus", norm_topk_prob=True, mlp_bias=False, n_shared_experts=1
-    )
+    config.only(scoring_func="sqrtsoftplus", norm_topk_prob=True, mlp_bias=False)
+    config.integer("n_shared_experts", 1, 1)
     activation = Activation(limit=config.number("swiglu_limit", 0, family.MAX_MULTIPLIER))
     shared = family.shared_experts(config)
     assert shared is not None

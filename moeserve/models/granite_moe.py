@@ -91,10 +91,11 @@ def _thetas(config: Fields) -> list[float | None]:
     if (
         not isinstance(thetas, list)
         or len(thetas) != count
-        or any(type(theta) not in (int, float) or not 0 <= theta <= MAX_THETA for theta in thetas)
+        or any(type(theta) not in (int, float) for theta in thetas)
+        or any(theta != 0 and not 1 <= theta <= MAX_THETA for theta in thetas)
     ):
         raise config.error(
-            "layer_rope_theta", f"it must list a number from 0 to {MAX_THETA:g} per layer"
+            "layer_rope_theta", f"it must list 0 or a number from 1 to {MAX_THETA:g} per layer"
         )
     return thetas
 

@@ -2,9 +2,8 @@
 independent hyper-connections: four residual streams that are not mixed with each other.
 
 transformers' HYV4ForCausalLM rotates the pairs of the half layout, and norms latents with epsilon
-1e-6. Its class for Hy4-VL, vLLM, SGLang and llama.cpp rotate adjacent pairs, and norm latents with
-the epsilon of all norms; so does moeserve. "rope_interleave": false in config.json selects the half
-layout.
+1e-6. Its class for Hy4-VL and vLLM rotate adjacent pairs, and norm latents with the epsilon of all
+norms; so does moeserve. "rope_interleave": false in config.json selects the half layout.
 
 Source: huggingface.co/tencent/Hy4-preview. Reuse of selections: arXiv 2603.12201.
 """

@@ -37,6 +37,7 @@ def _text_fields(config: Fields) -> family.SpecFields:
 def _spec_fields(config: Fields) -> family.SpecFields:
     config.only(
         gate_activation="sigmoid",
+        inference_moe_w13_interleaved=True,
         norm_after_topk=True,
         o_bias=False,
         q_bias=False,

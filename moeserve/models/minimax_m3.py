@@ -4,6 +4,7 @@ Weights of norms are stored minus 1, and activations are clamped as in gpt-oss.
 Source: huggingface.co/MiniMaxAI/MiniMax-M3.
 """
 
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -62,15 +63,20 @@ def _with_published_keys(config: Fields) -> Fields:
             "partial_rotary_factor", rotated / config.integer("head_dim", 2, family.MAX_HEADS)
         )
     section = config.section("sparse_attention_config")
-    sparse = Fields(config.path, section, {}, "sparse_attention_config.")
-    sparse.only(sparse_score_type="max", sparse_init_block=0)
+    lists_of_layers = dict.fromkeys(("sparse_attention_freq", "sparse_disable_index_value"))
+    sparse = Fields(config.path, section, lists_of_layers, "sparse_attention_config.")
+    sparse.only(sparse_score_type="max", sparse_init_block=0, use_sparse_attention=True)
     values |= {key: section[name] for name, key in _SPARSE_KEYS.items() if name in section}
-    sections = (
-        ("layer_types", section.get("sparse_attention_freq"), (_SPARSE, "full_attention")),
-        ("mlp_layer_types", config.raw("moe_layer_freq"), ("sparse", "dense")),
+    sparse_layers = sparse.integers("sparse_attention_freq", 0, 1)
+    without_values = sparse.integers("sparse_disable_index_value", 0, 1) or sparse_layers
+    if any(map(operator.gt, sparse_layers, without_values)):
+        raise sparse.error("sparse_disable_index_value", "it must be 1 for each sparse layer")
+    lists = (
+        ("layer_types", sparse_layers, (_SPARSE, "full_attention")),
+        ("mlp_layer_types", config.integers("moe_layer_freq", 0, 1), ("sparse", "dense")),
     )
-    for key, flags, (kind, other) in sections:
-        if values.get(key) is None and isinstance(flags, list):
+    for key, flags, (kind, other) in lists:
+        if values.get(key) is None and flags:
             values[key] = [kind if flag else other for flag in flags]
     return replace(config, values=values)
 

@@ -8,6 +8,7 @@ Norm weights are stored minus 1. Only the text model is supported, for which the
 rotary embedding are the same.
 """
 
+import functools
 import math
 from dataclasses import fields, replace
 from typing import Any, Literal
@@ -26,7 +27,8 @@ from moeserve.ops.rules import TILE
 
 _MAX_STREAMS = 64
 _MAX_NGRAM = 8
-_MAX_ROWS = 2**34  # of an n-gram table
+_MAX_NGRAM_HEADS = 64  # for each length of n-grams
+_MAX_ROWS = 2**34  # of all n-gram tables
 _MAX_SEED = 2**63 - 1
 
 
@@ -127,7 +129,7 @@ def ngram_embeddings(config: Fields, streams: int) -> dict[int, NgramEmbedding]:
     hidden_size = config.integer("hidden_size", 1, family.MAX_WIDTH)
     embed_dim = config.optional_integer("ple_embed_dim", 1, family.MAX_WIDTH) or hidden_size
     size = config.integer("ngram_size", 2, _MAX_NGRAM)
-    heads = (size - 1) * config.integer("heads_per_ngram", 1, family.MAX_HEADS)
+    heads = (size - 1) * config.integer("heads_per_ngram", 1, _MAX_NGRAM_HEADS)
     if embed_dim % heads:
         raise config.error(
             "heads_per_ngram", f"{heads} heads must divide ple_embed_dim ({embed_dim})"
@@ -147,7 +149,7 @@ def ngram_embeddings(config: Fields, streams: int) -> dict[int, NgramEmbedding]:
         "shards": config.integer("split_ngram_parts", 1, 2**20),
     }
     return {
-        layer - 1: NgramEmbedding(**shared, **_hash_constants(config, index, size, heads))
+        layer - 1: NgramEmbedding(**shared, **_hash_constants(config, index, len(ids), size, heads))
         for index, layer in enumerate(ids)
     }
 
@@ -162,8 +164,10 @@ def _end_id(config: Fields) -> int:
     return first
 
 
-def _hash_constants(config: Fields, index: int, size: int, heads: int) -> dict[str, Any]:
-    """Return the constants of the hash of the `index`-th n-gram embedding, and the table's rows.
+def _hash_constants(
+    config: Fields, index: int, count: int, size: int, heads: int
+) -> dict[str, Any]:
+    """Return the constants of the hash of one of `count` n-gram embeddings, and the table's rows.
 
     Each head has as many rows as a prime number of its own.
     """
@@ -174,9 +178,9 @@ def _hash_constants(config: Fields, index: int, size: int, heads: int) -> dict[s
             "offsets": _checked(config, "ple_head_offsets", heads),
             "rows": config.integer("ple_table_rows", 1, _MAX_ROWS),
         }
-    least = config.integer("ngram_vocab_size_base", 1, _MAX_ROWS)
+    least = config.integer("ngram_vocab_size_base", 1, _MAX_ROWS // (count * heads))
     divisor = config.integer("make_ngram_vocab_size_divisible_by", 1, _MAX_ROWS)
-    sizes = _primes_from(least, (index + 1) * heads)[index * heads :]
+    sizes = _primes_from(least, count * heads)[index * heads : (index + 1) * heads]
     total = sum(sizes)
     return {
         "multipliers": _multipliers(
@@ -215,6 +219,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+@functools.cache
 def _primes_from(least: int, count: int) -> tuple[int, ...]:
     """Return the first `count` prime numbers from `least` on."""
     primes = list[int]()

@@ -104,6 +104,8 @@ def workspace_bytes(
 def _metadata(spec: ModelSpec, tokens: int, max_rows: int, max_len: int) -> int:
     """Return the bytes of attention metadata: cache rows of each query block, and rotary angles."""
     query_blocks = min(tokens, max_rows + tokens // QUERY_BLOCK)
+    if spec.diffusion is not None:  # each query is a row (ops/block_attention.py)
+        query_blocks = tokens
     attending = (
         layer.mixer for layer in spec.cached_layers if layer.mixer.head_shape(1) is not None
     )

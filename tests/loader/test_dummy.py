@@ -84,6 +84,28 @@ def test_a_model_without_weights_answers(config_only: Path, stored: Any, quantiz
     assert len(out.outputs[0].token_ids) == 5
 
 
+def test_a_layer_that_chooses_experts_by_token_id_answers(
+    make_checkpoint: Any, tmp_path: Path
+) -> None:
+    config = (make_checkpoint("deepseek_v4").path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    spec = read_model_spec(tmp_path)
+    plan = load_plan(spec, ())
+    reader = RandomReader(dummy_checkpoint(tmp_path, plan))
+    (table,) = (param for param in plan.params if param.below)
+    pieces = [piece for piece in plan.pieces if piece.param == table.name]
+    ids_VK = reader.allocate(table, pieces, torch.float32, torch.device("cpu"))
+    for piece in pieces:
+        for job in reader.jobs(piece, ids_VK):
+            job()
+    assert ids_VK.unique().tolist() == list(range(8))
+    assert all(len(set(row)) == len(row) for row in ids_VK.tolist())
+    with LLM(tmp_path, load_format="dummy", skip_tokenizer_init=True, max_model_len=64) as llm:
+        params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+        (out,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
+    assert len(out.outputs[0].token_ids) == 5
+
+
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.rows == 1])
 def test_any_format_is_imagined(name: str, config_only: Path) -> None:
     """About as large as weights that are not quantized, and of all values."""

@@ -110,6 +110,11 @@ GOOD = [
         StoredFormat(kind="fp8", rows=128, group=128),
     ),
     ({"quant_method": "fbgemm_fp8"}, StoredFormat(kind="fp8", activations=True)),
+    ({"quant_method": "mxfp8"}, StoredFormat(kind="fp8", group=32, activations=True)),
+    (
+        {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+        StoredFormat(kind="fp8", group=32, activations=True),
+    ),
     (
         {
             "quant_method": "awq",
@@ -187,6 +192,10 @@ BAD = [
         "type is 'int'; supported: float with the format nvfp4-pack-quantized",
     ),
     (compressed("nvfp4-pack-quantized", type="float"), "group_size is 128; supported: 16"),
+    (
+        {"quant_method": "mxfp8", "weight_block_size": [1, 16]},
+        r"weight_block_size is \[1, 16\]; supported: \[1, 32\]",
+    ),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'; supported: e4m3"),
     (
         {"quant_method": "fp8", "weight_block_size": [128]},

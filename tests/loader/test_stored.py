@@ -351,6 +351,20 @@ def test_biases_of_zeros_are_none(make_checkpoint: Any, tmp_path: Path) -> None:
     assert torch.equal(everything(path)["layers.0.qkv_bias"][: len(bias)], bias)
 
 
+def test_scales_as_mistral_names_them(make_checkpoint: Any, tmp_path: Path) -> None:
+    path, _ = write_quantized(make_checkpoint("qwen3_moe").path, tmp_path, FORMS["fp8 per tensor"])
+    expected = everything(path)
+    tensors = load_file(path / "model.safetensors")
+    renamed = {name.replace(".weight_scale", ".qscale_weight"): t for name, t in tensors.items()}
+    assert Q + "weight_scale" in tensors.keys() - renamed.keys()
+    renamed[Q + "qscale_act"] = torch.ones(())
+    save_file(renamed, path / "model.safetensors")
+    found = everything(path)
+    assert found.keys() == expected.keys()
+    found_q, expected_q = (params["layers.0.qkv"] for params in (found, expected))
+    assert torch.equal(dequantized(found_q), dequantized(expected_q))
+
+
 def test_scales_of_a_cache_in_8_bits_are_not_needed(make_checkpoint: Any, tmp_path: Path) -> None:
     path, _ = write_quantized(
         make_checkpoint("qwen3_moe").path, tmp_path, FORMS["fp4, nvfp4 of ModelOpt"]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from moeserve.blocks.mixer import TILED
 from moeserve.comm.tensor import ALONE, TensorParallel
@@ -210,3 +211,16 @@ class Driver:
         chunk = chunk or len(tokens)
         parts = [self.step([(key, tokens[i : i + chunk])])[0] for i in range(0, len(tokens), chunk)]
         return torch.cat(parts)
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most that torch's allocator held at once beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        run()
+    held = 0
+    peak = 0
+    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

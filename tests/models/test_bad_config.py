@@ -37,12 +37,23 @@ HY_4 = LLAMA | {
     "model_type": "hy_v4",
     "q_lora_rank": 48,
 }
+MINIMAX_M3 = LLAMA | {
+    "architectures": ["MiniMaxM3VLForCausalLM"],
+    "model_type": "minimax_m3_vl_text",
+    "hidden_act": "swigluoai",
+}
+BEAM = LLAMA | {"architectures": ["BeamForCausalLM"], "model_type": "beam", "n_group": 1}
+INKLING = LLAMA | {"architectures": ["InklingForCausalLM"], "model_type": "inkling_text"}
 DOTS1 = LLAMA | {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1"}
 NEMOTRON = {
     **LLAMA,
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",
     "hidden_act": "silu",
+}
+GRANITE_SWA = LLAMA | {
+    "architectures": ["GraniteMoeSWAForCausalLM"],
+    "model_type": "granitemoe_swa",
 }
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
@@ -181,6 +192,9 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GRANITE_HYBRID, {"time_step_limit": [2, 1.0]}, "time_step_limit"),
     (GRANITE_HYBRID, {"time_step_limit": None}, "time_step_limit"),
     (GRANITE_HYBRID, {"layer_types": ["mamba", "sliding_attention"]}, "layer_types"),
+    (GRANITE_SWA, {"layer_rope_theta": [1e-300, 0]}, "it must list 0 or a number from 1 to 1e+12"),
+    (GRANITE_SWA, {"layer_rope_theta": [1e4]}, "it must list 0 or a number from 1 to 1e+12"),
+    (GRANITE_SWA, {"sliding_window": None}, "sliding layers need a number of tokens"),
     (
         NEMOTRON,
         {"hybrid_override_pattern": "EM"},
@@ -245,6 +259,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LING_3, {"layer_group_size": 3}, "layer_group_size is 3; it must divide num_hidden_layers"),
     (LING_3, {"no_kda_lora": False}, "no_kda_lora is False; only True is supported"),
     (LING_3, {"expert_swiglu_limit_list": [0.0, 7.0]}, "limits of activations are not supported"),
+    (LING_3, {"expert_swiglu_limit_list": 7}, "expert_swiglu_limit_list is 7; limits of act"),
     (LING_3, {"gated_attention_proj_granularity_type": "element_wise"}, "only 'head_wise'"),
     (GLM_5_NEXT, {"index_kpool_always_select_tail": False}, "only True is supported"),
     (GLM_5_NEXT, {"index_kpool": 12}, "index_kpool is 12; it must divide 16"),
@@ -262,6 +277,37 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HY_4, {"gating_type": "headwise"}, "only 'elementwise' is supported"),
     (HY_4, {"layer_types": ["full_attention"] * 2}, "list one of indexed_attention"),
     (HY_4, {"swiglu_limit": 0}, "swiglu_limit is 0; it must be a number other than 0"),
+    (
+        BEAM,
+        {"rope_parameters": {"sliding_attention": {}, "full_attention": False}},
+        "rope_parameters is False; it must be an object or null",
+    ),
+    (MINIMAX_M3, {"moe_layer_freq": 1}, "moe_layer_freq is 1; it must be a list of integers"),
+    (
+        MINIMAX_M3,
+        {"sparse_attention_config": {"sparse_attention_freq": 1}},
+        "sparse_attention_config.sparse_attention_freq is 1; it must be a list of integers",
+    ),
+    (
+        MINIMAX_M3,
+        {"sparse_attention_config": {"use_sparse_attention": False}},
+        "use_sparse_attention is False; only True is supported",
+    ),
+    (
+        MINIMAX_M3,
+        {
+            "sparse_attention_config": {
+                "sparse_attention_freq": [0, 1],
+                "sparse_disable_index_value": [1, 0],
+            }
+        },
+        "sparse_disable_index_value is [1, 0]; it must be 1 for each sparse layer",
+    ),
+    (
+        INKLING,
+        {"inference_moe_w13_interleaved": False},
+        "inference_moe_w13_interleaved is False; only True is supported",
+    ),
     (DOTS1, {"max_window_layers": None}, "max_window_layers is None; it must be an integer"),
     (DOTS1, {"max_window_layers": "1"}, "max_window_layers is '1'"),
 ]

@@ -184,7 +184,12 @@ def _ordered_dots() -> Iterator[None]:
 @pytest.mark.usefixtures("_ordered_dots")
 @pytest.mark.parametrize(
     ("name", "overrides"),
-    [("qwen2_moe", {}), ("deepseek_v32", {"index_topk": 8}), *RECURRENT.items()],
+    [
+        ("qwen2_moe", {}),
+        ("deepseek_v32", {"index_topk": 8}),
+        ("mistral_large4", {"index_topk": 8}),
+        *RECURRENT.items(),
+    ],
 )
 def test_interpreted_triton_kernels(
     name: str, overrides: dict[str, Any], make_checkpoint: Any

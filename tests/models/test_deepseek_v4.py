@@ -24,6 +24,7 @@ from .conftest import Driver
 
 MODULE: Any = native()
 PROMPT = torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+QUARTER = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
 LINEAR = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3")
 
 
@@ -130,8 +131,41 @@ def test_both_spellings_of_a_config_mean_the_same(tmp_path: Path) -> None:
         ({"n_shared_experts": 2}, "n_shared_experts"),
         ({"o_groups": 3}, "o_groups"),
         ({"mlp_layer_types": ["moe", "dense"]}, "mlp_layer_types"),
+        ({"compress_ratios": [{}, 4]}, r"compress_ratios is \[\{\}, 4\]; it must list"),
+        ({"compress_rates": {"heavily_compressed_attention": True}}, "compress_rates is"),
+        ({"compress_rates": {"heavily_compressed_attention": 2**40}}, "multiple of it up to 65536"),
+        ({"compress_rate_hca": 24}, "compress_rate_hca is 24; .* must divide 16"),
+        ({"n_shared_experts": None}, "n_shared_experts is None; it must be an integer from 1"),
+        ({"compress_rope_theta": "x"}, "compress_rope_theta is 'x'"),
+        (
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"main": QUARTER, "compress": {}}},
+            "rope_parameters.partial_rotary_factor is 0.25; 256 of 512 elements",
+        ),
     ],
 )
 def test_values_that_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         spec_of({"num_hidden_layers": 2, **change}, tmp_path)
+
+
+def test_one_object_of_rope_parameters_does_not_count(tmp_path: Path) -> None:
+    """As in transformers, `main` counts only beside `compress`."""
+    one, none = (
+        spec_of({"num_hidden_layers": 2, "rope_parameters": parameters}, tmp_path)
+        for parameters in ({"main": {"rope_theta": 500.0}}, {})
+    )
+    assert one == none
+
+
+@pytest.mark.parametrize("expert", [-1, 8])
+def test_experts_that_do_not_exist_are_refused(
+    expert: int, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    """The table of a hash layer is indexed with token ids; its values index experts."""
+    source = make_checkpoint("deepseek_v4").path
+    tensors = load_file(source / "model.safetensors")
+    tensors["layers.0.ffn.gate.tid2eid"][7, 1] = expert
+    shutil.copy(source / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="tid2eid names experts beyond the 8 of"):
+        Driver(tmp_path)

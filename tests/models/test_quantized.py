@@ -35,6 +35,7 @@ def cases() -> list[tuple[str, str]]:
     others += [
         ("deepseek_v32", "fp8 in blocks"),
         ("glm_moe_dsa", "fp8 in blocks"),
+        ("inkling2", "fp8 in groups, mxfp8 of its own"),
     ]  # as they are published
     return [(name, form) for name in FEW for form in kinds] + others
 

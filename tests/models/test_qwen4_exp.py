@@ -95,6 +95,9 @@ def test_rows_beyond_the_table_are_refused(make_checkpoint: Any, tmp_path: Path)
         ("hc_count", 1, "an integer from 2 to"),
         ("output_gate_type", "tanh", "silu, swish, sigmoid"),
         ("ple_layer_ids", [0], "a list of integers from 1 to 4"),
+        ("heads_per_ngram", 4096, "an integer from 1 to 64"),
+        # of which 12 heads look for prime numbers
+        ("ngram_vocab_size_base", 2**31, rf"an integer from 1 to {2**34 // 12}"),
         ("heads_per_ngram", 5, r"10 heads must divide ple_embed_dim \(48\)"),
         ("ple_conv_kernel_size", 7, "its 6 earlier tokens, 3 apart, exceed 16"),
         ("eos_token_id", None, "n-gram embeddings .* need it"),

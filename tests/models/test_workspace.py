@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from moeserve.comm.members import Members
 from moeserve.comm.tensor import side_by_side
 from moeserve.comm.world import World
 from moeserve.models.workspace import workspace_bytes
 
-from .conftest import Driver
+from .conftest import Driver, peak_bytes
 
 RECURRENT = [
     "qwen3_next",
@@ -27,19 +26,6 @@ RECURRENT = [
     "minimax",
     "zaya",
 ]
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The most that torch's allocator held at once beyond what it held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        run()
-    held = 0
-    peak = 0
-    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 @pytest.mark.full("models", keep="each")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from moeserve.blocks.linear import INT64
 from moeserve.config import Limits, config_of
 from moeserve.engine.blocks import groups_of
 from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.scheduler import Scheduler
-from moeserve.errors import ConfigError, InvalidRequest
+from moeserve.errors import CheckpointError, ConfigError, InvalidRequest
 from moeserve.messages import FinishReason, Submit
 from moeserve.models.hf_config import read_model_spec
+from moeserve.models.workspace import workspace_bytes
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.sampling.diffusion import accepted
 from moeserve.sampling import GrammarSpec, TokenSampling
@@ -29,7 +32,7 @@ from tests.diffusion import (
     decode_blocks,
     write_diffusion,
 )
-from tests.models.conftest import Driver
+from tests.models.conftest import Driver, peak_bytes
 
 MAX_TOKENS = 40
 CONTEXT = 192
@@ -312,6 +315,31 @@ def test_settings_without_a_meaning_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine(checkpoint.path, **settings)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_bound_on_memory_holds(checkpoint: DiffusionCheckpoint, kernels: Any) -> None:
+    driver = Driver(checkpoint.path, kernels=kernels)
+    step = [(key, [5] * 512) for key in range(4)]
+    peak = peak_bytes(lambda: driver.step(step))
+    # The driver asks for the logits of all tokens, which the bound counts as rows.
+    spec = driver.spec
+    bound = workspace_bytes(spec, 2048, 2048, 512, torch.float32)
+    assert peak <= bound, (peak, bound)
+    tables_and_indices = 2048 * 512 * INT64
+    few_rows = workspace_bytes(spec, 2048, 4, 512, torch.float32)
+    causal = workspace_bytes(replace(spec, diffusion=None), 2048, 4, 512, torch.float32)
+    assert few_rows - causal > 0.9 * tables_and_indices
+
+
+def test_a_context_shorter_than_a_block_is_refused(
+    checkpoint: DiffusionCheckpoint, tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint.path / "config.json").read_text())
+    shorter = config | {"max_position_embeddings": checkpoint.block - 1}
+    (tmp_path / "config.json").write_text(json.dumps(shorter))
+    with pytest.raises(CheckpointError, match="max_position_embeddings"):
+        read_model_spec(tmp_path)
 
 
 def test_accepted_masks() -> None:

@@ -27,7 +27,7 @@ from moeserve.speculation import SpeculationSpec
 from tests.comm.board import Board, BoardTensor
 from tests.comm.ranks import together
 from tests.eagle3_checkpoint import Reference, write_eagle3
-from tests.models.test_workspace import peak_bytes
+from tests.models.conftest import peak_bytes
 from tests.mtp import write_mtp_checkpoint
 
 from .harness import Request, greedy, written

@@ -35,7 +35,7 @@ from moeserve.runner.tables import host_upload
 from moeserve.speculation import SpeculationSpec
 from tests.comm.board import Board, BoardTensor
 from tests.comm.ranks import together
-from tests.models.test_workspace import peak_bytes
+from tests.models.conftest import peak_bytes
 from tests.mtp import LAYER, Head, write_mtp_checkpoint
 from tests.specs import make_spec
 

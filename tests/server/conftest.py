@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 
 from moeserve.actor.actor import Inbox
 from moeserve.config import ServerConfig
+from moeserve.engine.decoding import SINGLE_TOKENS, Decoding
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import (
     Abort,
@@ -316,6 +317,7 @@ async def live_server(
     defaults: dict[str, Any] | None = None,
     observers: Sequence[Observer] = (),
     context: int = CONTEXT,
+    decoding: Decoding = SINGLE_TOKENS,
     **settings: Any,
 ) -> AsyncIterator[Live]:
     config = ServerConfig(port=0, **settings)
@@ -330,6 +332,7 @@ async def live_server(
         max_queued=config.max_queued_requests,
         max_wait_s=config.max_queue_wait,
         resume_window_s=config.resume_window,
+        decoding=decoding,
     )
     state = Context(
         config,

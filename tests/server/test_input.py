@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from moeserve.engine.decoding import Decoding
+from moeserve.messages import Submit
+from tests.server.conftest import live_server
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 COUNT = "/v1/responses/input_tokens"
@@ -436,3 +440,31 @@ async def test_a_server_without_a_tokenizer_takes_ids(live):
     assert status == 200
     assert answer["choices"][0]["token_ids"] == live.engine.script[:1]
     assert answer["choices"][0]["logprobs"]["tokens"] == [f"token_id:{live.engine.script[0]}"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, chat(temperature=0.7), "temperature"),
+        (CHAT, chat(temperature=0.7, stream=True), "temperature"),
+        (CHAT, chat(presence_penalty=1), "presence_penalty"),
+        (CHAT, chat(logprobs=True), "logprobs"),
+        (CHAT, chat(response_format={"type": "json_object"}), "response_format"),
+        (COMPLETIONS, text(guided_regex="a+"), "guided_regex"),
+        (COMPLETIONS, text(structured_outputs={"regex": "a+"}), "structured_outputs.regex"),
+        ("/api/chat", chat(options={"temperature": 1}, stream=False), "options.temperature"),
+    ],
+)
+async def test_a_model_that_decodes_blocks_names_what_it_refuses(tokenizer, path, body, param):
+    defaults = {"temperature": 0.0}
+    async with live_server(tokenizer, defaults=defaults, decoding=Decoding(4)) as live:
+        status, answer, _ = await live.post(path, {"model": "org/tiny"} | body)
+        assert status == 400
+        error = answer["error"]
+        if isinstance(error, str):  # Ollama's shape
+            assert error.startswith(f"{param} is not supported by this model")
+        else:
+            assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+            assert error["message"].startswith(f"{param} is not supported by this model")
+        assert not any(isinstance(told, Submit) for told in live.engine.told)
+        assert (await live.post(CHAT, chat()))[0] == 200

@@ -38,6 +38,10 @@ _SHARED_NAMES = {
     "max_completion_tokens": "options.num_predict",
     "max_tokens": "options.num_predict",
     "stop": "options.stop",
+    "temperature": "options.temperature",
+    "presence_penalty": "options.presence_penalty",
+    "frequency_penalty": "options.frequency_penalty",
+    "repetition_penalty": "options.repeat_penalty",
 }
 _CHAT_NAMES = _SHARED_NAMES | {
     "prompt": "messages",
