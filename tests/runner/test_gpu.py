@@ -110,6 +110,7 @@ def test_graphs_of_small_steps_by_nccl_are_in_the_memory_plan(
         config, spec_of(**SPEC | {"hidden_size": 2048}), Path(), World(0, 2, ranks_on_host=2)
     )
     runner.device = torch.device("cuda")
+    runner.model = SimpleNamespace(why_mixers_not_recordable=None)  # type: ignore[assignment]
     caps = NcclAll2All(facts_of(runner.dtype, hidden_size=2048)).caps
     found = []
     for rows in (0, caps.recorded_rows):
