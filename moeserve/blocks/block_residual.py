@@ -10,14 +10,14 @@ Source: huggingface.co/thinkingmachines/Inkling-2-Small-MXFP8.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.residual import Connection
+from moeserve.blocks.residual import ResidualConnection
 
 if TYPE_CHECKING:
     from moeserve.blocks.weights import WeightPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockResidual(Connection):
+class BlockResidual(ResidualConnection):
     """The connection of one block with the streams."""
 
     query: str = ""  # name of the query's tensor, relative to the model; "": reads the current one
@@ -37,7 +37,7 @@ class BlockResidual(Connection):
             plan.add(f"{param_prefix}norm_{i}", (plan.width,), plan.spell(tensor_prefix, name))
 
     def workspace(self, width: int, tokens: int, itemsize: int) -> int:
-        """See `Connection`: the streams before and after, in fp32 and normed; results and sums."""
+        """See `ResidualConnection`: the streams before and after, in fp32 and normed; results; sums."""
         fp32_bytes = 4
         per_token = 2 * (self.streams + 1) * (itemsize + fp32_bytes)
         return tokens * width * (per_token + (self.outputs + 3) * fp32_bytes)

@@ -25,7 +25,7 @@ from moeserve.blocks.rotary import RotaryTable
 from moeserve.ops.attention import MAX_SCORES
 from moeserve.ops.compressed import (
     History,
-    Members,
+    RowMembers,
     Tokens,
     as_requests,
     compress,
@@ -125,7 +125,7 @@ class PrepareCompressed:
         device = group.blocks_RN.device
         starts_R = step.starts_R.astype(np.int64)
         ends_R = starts_R + np.diff(step.offsets_R1)
-        windows = Members.of(starts_R // every, ends_R // every, device)
+        windows = RowMembers.of(starts_R // every, ends_R // every, device)
         begin = -every if self.spec.overlap else 0
         places = torch.arange(begin, every, device=device)
         positions_Wn = windows.numbers[:, None] * every + places
@@ -149,7 +149,7 @@ class PrepareCompressed:
             return Chosen(none, self.plan_rows(group, step, tokens, window, none_TK, num_entries_T))
         ends_R = step.starts_R.astype(np.int64) + np.diff(step.offsets_R1)
         num_entries_R = ends_R // every
-        entries = Members.of(num_entries_R * 0, num_entries_R, device)
+        entries = RowMembers.of(num_entries_R * 0, num_entries_R, device)
         first_R = torch.from_numpy(np.cumsum(num_entries_R) - num_entries_R).to(device)
         first_T1 = first_R[tokens.members.rows][:, None]
         entries_TK = first_T1 + torch.arange(int(num_entries_T.max()), device=device)
@@ -332,8 +332,8 @@ class CompressedAttentionLayer:
         for tokens in _parts(step.tokens.rows_T, num_entries_T > top_k):
             last = num_entries_T[tokens] - 1
             row = int(step.tokens.rows_T[tokens[0]])
-            entries = Members.of(np.array([0]), last[-1:] + 1, device)
-            entries = Members(entries.rows + row, entries.numbers)
+            entries = RowMembers.of(np.array([0]), last[-1:] + 1, device)
+            entries = RowMembers(entries.rows + row, entries.numbers)
             index = torch.from_numpy(tokens).to(device)
             scores = index_scores(
                 q_TJd[index], weights_TJ[index], cache.view(-1, dim),
@@ -348,7 +348,7 @@ class CompressedAttentionLayer:
         counts_T1 = torch.from_numpy(counts_T).to(device)[:, None]
         is_chosen = torch.arange(numbers_TK.shape[1], device=device) < counts_T1
         rows_TK = step.tokens.members.rows[:, None].expand_as(numbers_TK)
-        entries = Members(rows_TK[is_chosen], numbers_TK[is_chosen])
+        entries = RowMembers(rows_TK[is_chosen], numbers_TK[is_chosen])
         slots_N = entry_slots(step.group, entries, self.spec.every)
         slots, index = torch.unique(slots_N, return_inverse=True)
         entries_TK = torch.zeros_like(numbers_TK).masked_scatter_(is_chosen, index)

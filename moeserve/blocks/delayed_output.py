@@ -6,14 +6,14 @@ The next block's result, instead of the output itself, is added to the residual 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.residual import Connection
+from moeserve.blocks.residual import ResidualConnection
 
 if TYPE_CHECKING:
     from moeserve.blocks.weights import WeightPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DelayedOutput(Connection):
+class DelayedOutput(ResidualConnection):
     """The connection of one block with the residual stream."""
 
     takes: bool = False  # the block's input is the output of the block before, which held it

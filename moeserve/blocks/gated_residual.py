@@ -16,7 +16,7 @@ hyper-connections (arXiv 2409.19606).
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.residual import Connection
+from moeserve.blocks.residual import ResidualConnection
 
 if TYPE_CHECKING:
     from moeserve.blocks.weights import WeightPlan
@@ -25,7 +25,7 @@ _FP32 = 4  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedResidual(Connection):
+class GatedResidual(ResidualConnection):
     """The gated residual of one block, or of the end of the model."""
 
     name: str  # of the module in the checkpoint, such as "attn_hyper_connection."
@@ -57,7 +57,7 @@ class GatedResidual(Connection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllStreams(Connection):
+class AllStreams(ResidualConnection):
     """The connection of a block that reads all streams as they are, and adds to each of them."""
 
     def workspace(self, width: int, tokens: int, itemsize: int) -> int:

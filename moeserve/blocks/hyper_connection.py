@@ -20,7 +20,7 @@ Sources: hyper-connections (arXiv 2409.19606); manifold-constrained hyper-connec
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.residual import Connection
+from moeserve.blocks.residual import ResidualConnection
 
 if TYPE_CHECKING:
     from moeserve.blocks.weights import WeightPlan
@@ -29,7 +29,7 @@ _FP32 = 4  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HyperConnection(Connection):
+class HyperConnection(ResidualConnection):
     """The hyper-connection of one block with the streams."""
 
     name: str  # of the module in the checkpoint, such as "attn_hc."
@@ -69,7 +69,7 @@ class HyperConnection(Connection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HyperCollapse(Connection):
+class HyperCollapse(ResidualConnection):
     """The weighted sum of the streams that the model's last norm reads."""
 
     name: str = "hc_head.hc_"  # prefix of the tensors in the checkpoint
@@ -92,7 +92,7 @@ class HyperCollapse(Connection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeanCollapse(Connection):
+class MeanCollapse(ResidualConnection):
     """The mean of the streams as the input of the model's last norm (GLM-5.3)."""
 
     streams: int  # S

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from moeserve.blocks.build import Builder
 from moeserve.blocks.mixer import Mixer, MixerLayer
-from moeserve.blocks.residual import Connection
+from moeserve.blocks.residual import ResidualConnection
 from moeserve.plugins import Registry
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ MIXERS: Registry[LayerClass] = Registry(
 )
 
 # (specification, builder, prefix of the parameters' names) -> connection
-CONNECTIONS: "Registry[Callable[[Connection, Builder, str], ConnectionLayer]]" = Registry(
+CONNECTIONS: "Registry[Callable[[ResidualConnection, Builder, str], ConnectionLayer]]" = Registry(
     "moeserve.connections",
     {
         "AllStreams": "moeserve.blocks.gated_residual_layer:AllStreamsLayer",
@@ -87,7 +87,7 @@ def build_mixer(spec: Mixer, build: Builder, name: str, group: int) -> MixerLaye
 
 
 def build_connection(
-    spec: Connection | None, build: Builder, name: str
+    spec: ResidualConnection | None, build: Builder, name: str
 ) -> "ConnectionLayer | None":
     """Build a connection, if there is one. name: prefix of its parameters."""
     return None if spec is None else CONNECTIONS[type(spec).__name__](spec, build, name)

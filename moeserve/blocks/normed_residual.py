@@ -9,14 +9,14 @@ Source: MiniMax-01 (arXiv 2501.08313), which scales as DeepNorm does (arXiv 2203
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.residual import Connection
+from moeserve.blocks.residual import ResidualConnection
 
 if TYPE_CHECKING:
     from moeserve.blocks.weights import WeightPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NormedResidual(Connection):
+class NormedResidual(ResidualConnection):
     """The connection of one block with the residual stream."""
 
     norm: str  # name of the norm's tensor in the checkpoint

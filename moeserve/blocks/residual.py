@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Connection(ABC):
+class ResidualConnection(ABC):
     """The specification of a connection. `blocks/kinds.py` has the class that computes it.
 
     Connections are not sharded: each rank has their parameters.

@@ -15,14 +15,14 @@ Source: ZAYA1 (arXiv 2511.17127).
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.residual import Connection
+from moeserve.blocks.residual import ResidualConnection
 
 if TYPE_CHECKING:
     from moeserve.blocks.weights import WeightPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOutput(Connection):
+class HeldOutput(ResidualConnection):
     """A block reads the normed stream, and the next block reads its output."""
 
     norm: str  # name of the norm's tensor in the checkpoint
@@ -39,7 +39,7 @@ class HeldOutput(Connection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaledResidual(Connection):
+class ScaledResidual(ResidualConnection):
     """The output of a block is added to the stream, both scaled."""
 
     module: str  # name of the module with biases and factors

@@ -12,14 +12,14 @@ Source: ScMoE (arXiv 2404.05019), LongCat-Flash (2509.01322).
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.residual import Connection
+from moeserve.blocks.residual import ResidualConnection
 
 if TYPE_CHECKING:
     from moeserve.blocks.weights import WeightPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shortcut(Connection):
+class Shortcut(ResidualConnection):
     """The connection of one block with the residual stream."""
 
     norm: str  # name of the norm's tensor in the checkpoint

@@ -68,7 +68,7 @@ class MemoryRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class TableShard:
     """Consecutive rows of a table, in one tensor of the checkpoint."""
 
     first: int  # the number of its first row in the table
@@ -78,7 +78,7 @@ class Shard:
 class RowFiles:
     """The shards of a table, in ascending order, with their open files."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[TableShard]) -> None:
         self._shards = shards
         self._firsts = [shard.first for shard in shards]
         last = shards[-1]

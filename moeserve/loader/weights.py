@@ -39,7 +39,7 @@ from moeserve.loader.load_plan import (
     is_packed,
     part_shape,
 )
-from moeserve.loader.row_table import RowFiles, Rows, RowTable, Shard
+from moeserve.loader.row_table import RowFiles, Rows, RowTable, TableShard
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import with_shape
 from moeserve.loader.stored_format import StoredFormat, common_format
@@ -271,7 +271,7 @@ class Reader:
     def row_table(self, param: Param, pieces: Sequence[Piece], dtype: torch.dtype) -> Rows:
         """Return a table that stays in the files. It opens them itself."""
         tensors = self._checkpoint.tensors
-        shards = [Shard(_first_row(piece), tensors[piece.source]) for piece in pieces]
+        shards = [TableShard(_first_row(piece), tensors[piece.source]) for piece in pieces]
         stored = self._checkpoint.stored.get(pieces[0].source)
 
         def decode_rows(rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.mixer import TILED, Mixer
-from moeserve.blocks.residual import Connection
+from moeserve.blocks.residual import ResidualConnection
 from moeserve.engine.kv_rule import FULL, KVRule
 from moeserve.errors import ConfigError
 from moeserve.loader.stored_format import StoredFormat
@@ -33,8 +33,8 @@ class LayerSpec:
     # Factors of epsilon of the norms of both blocks' inputs (Beam)
     eps_factors: tuple[float, float] = (1.0, 1.0)
     # How both blocks are connected with the residual streams, if the model has several
-    attn_connection: Connection | None = None
-    mlp_connection: Connection | None = None
+    attn_connection: ResidualConnection | None = None
+    mlp_connection: ResidualConnection | None = None
     # The layer numbers of mixer and feed-forward block in a checkpoint that numbers each block.
     stored_as: tuple[int, int] | None = None
 
@@ -82,7 +82,9 @@ class ModelSpec:
     norm_eps: float
     layers: tuple[LayerSpec, ...]
     num_streams: int = 1  # residual streams, which begin as copies of the embedding
-    collapse: Connection | None = None  # reduces several residual streams before the final norm
+    collapse: ResidualConnection | None = (
+        None  # reduces several residual streams before the final norm
+    )
     has_final_norm: bool = True  # False: `collapse` norms its result
     tie_embeddings: bool = False
     num_mtp_layers: int = 0  # layers for multi-token prediction, numbered after the others
@@ -136,7 +138,7 @@ class ModelSpec:
         return self.layers if self.replicate_drafter else self.cached_layers
 
     @property
-    def connections(self) -> tuple[Connection, ...]:
+    def connections(self) -> tuple[ResidualConnection, ...]:
         """The connections of all blocks, drafter included, and the model's `collapse`."""
         of_layers = (
             connection

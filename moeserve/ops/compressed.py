@@ -29,14 +29,14 @@ I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
-    """Members of the rows of a step: of each, its row, and a number, such as its position."""
+class RowMembers:
+    """RowMembers of the rows of a step: of each, its row, and a number, such as its position."""
 
     rows: Tensor
     numbers: Tensor
 
     @classmethod
-    def of(cls, first_R: I64, end_R: I64, device: torch.device) -> "Members":
+    def of(cls, first_R: I64, end_R: I64, device: torch.device) -> "RowMembers":
         """Return the numbers first[r] .. end[r] - 1 of each row r, row after row.
 
         [3, 0], [5, 1] -> rows [0, 0, 1], numbers [3, 4, 0]
@@ -47,9 +47,9 @@ class Members:
         numbers = np.arange(len(rows)) + (first_R - before_R)[rows]
         return cls(torch.from_numpy(rows).to(device), torch.from_numpy(numbers).to(device))
 
-    def where(self, is_kept: Tensor) -> "Members":
+    def where(self, is_kept: Tensor) -> "RowMembers":
         """Return some of the members."""
-        return Members(self.rows[is_kept], self.numbers[is_kept])
+        return RowMembers(self.rows[is_kept], self.numbers[is_kept])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,34 +119,34 @@ def plan_history(group: GroupInputs, step: StepInputs, num_before: int) -> Histo
         num_before,
         *(torch.from_numpy(x).to(device) for x in (starts_R, bases_R, cached_R, own_R)),
     )
-    previous = Members.of(bases_R // TILE, bases_R // TILE + 1, device)
-    begun = Members.of(-(-starts_R // TILE), -(-ends_R // TILE), device)
+    previous = RowMembers.of(bases_R // TILE, bases_R // TILE + 1, device)
+    begun = RowMembers.of(-(-starts_R // TILE), -(-ends_R // TILE), device)
     begun = begun.where(_tiles(group, begun)[0] > 0)
     positions_BN = begun.numbers[:, None] * TILE + torch.arange(-num_before, 0, device=device)
     tokens = (group.slot_mapping_T >= group.block_size).nonzero()[:, 0]
     return History(
         index=index,
         borders=_tiles(group, previous),
-        cached_slots=_slots(group, Members.of(bases_R, starts_R, device)),
+        cached_slots=_slots(group, RowMembers.of(bases_R, starts_R, device)),
         kept=(tokens, group.slot_mapping_T[tokens]),
         new_borders=_tiles(group, begun),
         new_index_BN=index(begun.rows[:, None], positions_BN),
     )
 
 
-def _tiles(group: GroupInputs, tiles: Members) -> tuple[Tensor, Tensor]:
+def _tiles(group: GroupInputs, tiles: RowMembers) -> tuple[Tensor, Tensor]:
     """Return the block of each tile, and the tile's index in the block."""
     per_block = group.block_size // TILE
     return group.blocks_RN[tiles.rows, tiles.numbers // per_block], tiles.numbers % per_block
 
 
-def _slots(group: GroupInputs, positions: Members) -> Tensor:
+def _slots(group: GroupInputs, positions: RowMembers) -> Tensor:
     """Return the cache slot of each position."""
     blocks = group.blocks_RN[positions.rows, positions.numbers // group.block_size]
     return blocks * group.block_size + positions.numbers % group.block_size
 
 
-def entry_slots(group: GroupInputs, entries: Members, every: int) -> Tensor:
+def entry_slots(group: GroupInputs, entries: RowMembers, every: int) -> Tensor:
     """Return the cache slot of each entry: it is in the block of its last token.
 
     group: of the entries. every: tokens per entry.
@@ -192,13 +192,13 @@ class Tokens:
 
     rows_T: I64
     positions_T: I64
-    members: Members
+    members: RowMembers
 
     @classmethod
     def of(cls, step: StepInputs, device: torch.device) -> "Tokens":
         starts_R = step.starts_R.astype(np.int64)
         ends_R = starts_R + np.diff(step.offsets_R1)
-        members = Members.of(starts_R, ends_R, device)
+        members = RowMembers.of(starts_R, ends_R, device)
         return cls(members.rows.cpu().numpy(), members.numbers.cpu().numpy(), members)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.load_plan import LoadPlan, Param, Piece, check_plan
-from moeserve.loader.row_table import MemoryRows, RowFiles, RowTable, Shard
+from moeserve.loader.row_table import MemoryRows, RowFiles, RowTable, TableShard
 from moeserve.loader.safetensors_file import read_header
 from moeserve.loader.weights import Params
 
@@ -29,7 +29,7 @@ def table_of(path: Path, values: Tensor = VALUES, cached_rows: int = ROWS) -> Ro
     save_file({"b": parts[1].clone(), "c": parts[2].clone()}, path / "one.safetensors")
     save_file({"other": torch.zeros(3), "a": parts[0].clone()}, path / "two.safetensors")
     tensors = read_header(path / "one.safetensors") | read_header(path / "two.safetensors")
-    shards = [Shard(20 * i, tensors[name]) for i, name in enumerate("abc")]
+    shards = [TableShard(20 * i, tensors[name]) for i, name in enumerate("abc")]
     files = RowFiles(shards)
     return RowTable(files, lambda rows: rows.view(values.dtype), cached_rows * files.row_bytes)
 
