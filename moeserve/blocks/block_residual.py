@@ -37,7 +37,7 @@ class BlockResidual(ResidualConnection):
             plan.add(f"{param_prefix}norm_{i}", (plan.width,), plan.spell(tensor_prefix, name))
 
     def workspace(self, width: int, tokens: int, itemsize: int) -> int:
-        """See `ResidualConnection`: the streams before and after, in fp32 and normed; results; sums."""
+        """See `ResidualConnection`: streams before and after, in fp32 and normed, results, sums."""
         fp32_bytes = 4
         per_token = 2 * (self.streams + 1) * (itemsize + fp32_bytes)
         return tokens * width * (per_token + (self.outputs + 3) * fp32_bytes)
