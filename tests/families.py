@@ -134,7 +134,7 @@ INKLING2: Options = {
     },
     "unpadded_vocab_size": 256, "n_layers_per_attn_res_block": 2, "rel_l2_clip_threshold": 2.0,
     "qk_l2_clip_threshold": 5.0, "mlp_gate_softcap": 0.5, "mlp_up_softcap": 0.7,
-    "final_logit_softcapping": 3.0, "initializer_range": 0.08,
+    "final_logit_softcapping": 3.0, "initializer_range": 0.05,
 }  # fmt: skip
 NEMOTRON_H: Options = {
     "head_dim": 32, "mamba_num_heads": 8, "n_groups": 4, "ssm_state_size": 24, "time_step_min": 0.3,

@@ -7,6 +7,9 @@ as the largest group has layers.
 
     rules (full, window 64, full, window 64): groups {0, 2} and {1, 3}
     layers 0 and 1 share a cache slot, layers 2 and 3 another
+
+Layers of a draft model share none with the model's layers, because a draft model may write to
+blocks that its request has returned (runner/speculation/model_proposer.py).
 """
 
 import math
@@ -22,9 +25,9 @@ from moeserve.models.spec import ModelSpec
 from moeserve.ops.inputs import LayerCache, entry_width
 from moeserve.runner.tables import lazy_zeros
 
-# The tensors of a layer's cache, and the layer's index among the layers of its group with the same
-# tensors.
-CacheSlot = tuple[tuple[CacheTensor, ...], int]
+# The tensors of a layer's cache, whether it is a draft model's layer, and its index among such
+# layers of its group with the same tensors.
+CacheSlot = tuple[tuple[CacheTensor, ...], bool, int]
 
 
 def cache_slots(
@@ -34,15 +37,16 @@ def cache_slots(
     slots = {}
     parts = spec.cache_parts
     for group in groups:
-        num_layers: Counter[tuple[CacheTensor, ...]] = Counter()  # so far, by their tensors
+        num_layers: Counter[tuple[tuple[CacheTensor, ...], bool]] = Counter()  # of each kind so far
         for part in group.layers:
             layer, is_state = parts[part]
             # Layers beyond the sharded ones are those of a draft model, which every rank has whole.
             num_ranks = tp_size if layer < len(spec.sharded_layers) else 1
             mixer = spec.cached_layers[layer].mixer
             cache = mixer.tiled_state(num_ranks) if is_state else mixer.cache(num_ranks)
-            slots[layer] = cache, num_layers[cache]
-            num_layers[cache] += 1
+            kind = cache, layer >= spec.num_layers
+            slots[layer] = *kind, num_layers[kind]
+            num_layers[kind] += 1
     return slots
 
 
@@ -74,7 +78,7 @@ def block_bytes(
         return 0
     shapes = [
         block_shape(tensor, pool_groups[0], dtype)
-        for cache, _ in set(cache_slots(pool_groups, spec, tp_size).values())
+        for cache, _, _ in set(cache_slots(pool_groups, spec, tp_size).values())
         for tensor in cache
     ]
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)

@@ -271,6 +271,22 @@ def test_block_bytes_are_what_the_cache_allocates() -> None:
         assert not any(t.any() for t in tensors.values())
 
 
+def test_layers_of_a_draft_model_have_memory_of_their_own() -> None:
+    """A draft model may write to blocks that its request has returned, and that other layers use."""
+    spec = spec_of(num_layers=3, windows=(None, 64, 64))
+    spec = spec.with_drafter((spec.layers[0],))
+    groups = groups_of((*spec.kv_rules, KVRule()), 16)
+    assert [group.layers for group in groups] == [(0, 3), (1, 2)]
+    cache = KVCache(groups, spec, 10, torch.float32, torch.device("cpu"))
+    ours = {tensor.data_ptr() for layer in cache.layers for tensor in layer}
+    drafts = {tensor.data_ptr() for layer in cache.draft_layers for tensor in layer}
+    assert len(ours) == 4
+    assert len(drafts) == 2
+    assert not ours & drafts
+    total = sum(tensor.nbytes for tensor in cache.pools[0].tensors)
+    assert total == 10 * block_bytes(groups, spec, torch.float32)
+
+
 def test_kv_memory_is_taken_only_where_it_is_touched() -> None:
     before = host_memory().used
     cache = KVCache(

@@ -17,6 +17,7 @@ model may write
 - to entries that a later step writes again,
 - to the null block, if no block is allocated yet, and
 - through an outdated table entry to the block of another request, whose drafts then become worse.
+  The model's own layers have other memory in that block (runner/kv_cache.py).
 """
 
 from collections import deque
