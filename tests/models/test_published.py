@@ -9,7 +9,6 @@ import torch
 
 from tests.families import ARCHITECTURES, FAMILIES
 
-
 # transformers sets the bias of ZAYA's empty expert to -1 after it has read the checkpoint's.
 NOT_READ = {"zaya", *ARCHITECTURES}
 

@@ -272,7 +272,7 @@ def test_block_bytes_are_what_the_cache_allocates() -> None:
 
 
 def test_layers_of_a_draft_model_have_memory_of_their_own() -> None:
-    """A draft model may write to blocks that its request has returned, and that other layers use."""
+    """A draft model may write to blocks that its request has returned and other layers use."""
     spec = spec_of(num_layers=3, windows=(None, 64, 64))
     spec = spec.with_drafter((spec.layers[0],))
     groups = groups_of((*spec.kv_rules, KVRule()), 16)
