@@ -1,16 +1,19 @@
 """Write docs/exactness.md from the newest result of `python -m benchmarks.cold_warm`.
 
-python tools/exactness_table.py          # write the file
-python tools/exactness_table.py --check  # fail if the file is out of date
+    python -m tools.exactness_table          # write the file
+    python -m tools.exactness_table --check  # fail if the file is out of date
+
+A test compares the two, too.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tools.written_page import run
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "exactness.md"
@@ -20,10 +23,10 @@ HEAD = """# Exactness: cold equals warm
 For people who compare answers: what may not change an answer, and how this is checked.
 `tools/exactness_table.py` writes this page from `{file}`.
 
-The bits of an answer depend on the request, the model, and the instruction set of the CPU. They do
-not depend on other requests, the cache, the division of a prompt into chunks, preemption, ranks,
-micro-batches, drafts of a proposer, or an engine that was killed in the middle
-([architecture.md](architecture.md)).
+The bits of an answer depend on the request, the model and the settings of its numbers. They do not
+depend on other requests, the cache, the division of a prompt into chunks, preemption, ranks,
+micro-batches, drafts of a proposer, the CPU's instruction set, or an engine that was killed in the
+middle ([architecture.md](architecture.md)).
 
 Answers that change with the cache are a frequent complaint about other engines. Their trackers
 report:
@@ -83,15 +86,5 @@ def text() -> str:
     return head + "\n".join(map(row, results)) + "\n"
 
 
-def main(argv: Sequence[str]) -> int:
-    if "--check" in argv:
-        if PATH.read_text() != text():
-            print(f"{PATH} is out of date: run python tools/exactness_table.py")
-            return 1
-        return 0
-    PATH.write_text(text())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(sys.argv[1:], PATH, text, "python -m tools.exactness_table"))

@@ -1,7 +1,7 @@
 """Write docs/models.md: each family of the registry, its parts, and the features that work with it.
 
-    python tools/models_table.py          # write the file
-    python tools/models_table.py --check  # fail if the file is out of date
+    python -m tools.models_table          # write the file
+    python -m tools.models_table --check  # fail if the file is out of date
 
 Each row is read from the family's default configuration: that of a config.json with only the
 architecture, and the keys of PUBLISHED and ONE_HEAD.
@@ -26,6 +26,7 @@ from moeserve.blocks.shared_latent_attention import SharedLatentAttention
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.registry import FAMILIES
 from moeserve.models.spec import ModelSpec
+from tools.written_page import run
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 HEAD = """# Models
@@ -49,8 +50,9 @@ refused with the name of the key.
   ([diffusion.md](diffusion.md)).
 - **GPUs**: MiniMax-M3, Inkling and Inkling 2 run by torch's kernels, with `--determinism fast`.
 - **Tests** (`tests/models`) compare the tokens and logits of every family with those of
-  transformers' implementation, and the bits of a request alone with its bits in a batch. They use
-  small random checkpoints on CPUs; no family has run on a GPU yet ([gpu.md](gpu.md)).
+  transformers' implementation, or of a plain loop in the tests where transformers has none, and the
+  bits of a request alone with its bits in a batch. They use small random checkpoints on CPUs; no
+  family has run on a GPU yet ([gpu.md](gpu.md)).
 - **Code of a checkpoint.** Pickled weights are refused, and Python files (`auto_map`) are never
   imported. A chat template is a program in Jinja, which runs in a sandbox process with limits on
   time and memory ([security.md](security.md)).
@@ -299,15 +301,5 @@ def text() -> str:
     return HEAD + "\n".join(row(architecture) for architecture in sorted(FAMILIES)) + "\n"
 
 
-def main(argv: Sequence[str]) -> int:
-    if "--check" in argv:
-        if PATH.read_text() != text():
-            print(f"{PATH} is not what the registry says: run python tools/models_table.py")
-            return 1
-        return 0
-    PATH.write_text(text())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(sys.argv[1:], PATH, text, "python -m tools.models_table"))

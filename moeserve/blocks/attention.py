@@ -132,15 +132,7 @@ class Attention(Mixer):
         return [(qkv, self.inputs * width), (width, results), *([(gates, width)] if gates else [])]
 
     def obstacle(self, kernels: str) -> str:
-        if kernels == "fa3":
-            from moeserve.kernels.flash_attention import misfit  # has torch
-
-            return misfit(self.head_dim, self.value_dim, sinks=self.sinks)
-        from moeserve.ops.native_layer import HEAD_DIMS  # has torch
-
-        if self.head_dim in HEAD_DIMS:
-            return ""
-        return f"{kernels.capitalize()} attention does not support heads of width {self.head_dim}"
+        return heads_obstacle(kernels, self.head_dim, self.value_dim, sinks=self.sinks)
 
     def plan(self, plan: "WeightPlan", param_prefix: str, tensor_prefix: str) -> None:
         """Add qkv, out and gate with their biases, q_norm and k_norm, and sinks."""
@@ -187,3 +179,16 @@ class Attention(Mixer):
                 block.add("gate_bias", (self.num_heads,), "gate_bias", sharded=True)
         if self.sinks:
             block.add("sinks", (self.num_heads,), "sinks", sharded=True)
+
+
+def heads_obstacle(kernels: str, head_dim: int, value_dim: int, *, sinks: bool = False) -> str:
+    """Return why kernels do not support heads of such widths; see `Mixer.obstacle`."""
+    if kernels == "fa3":
+        from moeserve.kernels.flash_attention import misfit  # has torch
+
+        return misfit(head_dim, value_dim, sinks=sinks)
+    from moeserve.ops.native_layer import HEAD_DIMS  # has torch
+
+    if head_dim in HEAD_DIMS:
+        return ""
+    return f"{kernels.capitalize()} attention does not support heads of width {head_dim}"

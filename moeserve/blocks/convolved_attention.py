@@ -14,6 +14,7 @@ Source: Compressed Convolutional Attention (arXiv 2510.04476), ZAYA1.
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from moeserve.blocks.attention import heads_obstacle
 from moeserve.blocks.mixer import CacheTensor, Mixer, RecurrentMixer, conv_cache
 
 if TYPE_CHECKING:
@@ -108,15 +109,7 @@ class ConvolvedAttention(Mixer):
         return [(width, self.num_heads * self.head_dim)]
 
     def obstacle(self, kernels: str) -> str:
-        if kernels == "fa3":
-            from moeserve.kernels.flash_attention import misfit  # has torch
-
-            return misfit(self.head_dim, self.head_dim)
-        from moeserve.ops.native_layer import HEAD_DIMS  # has torch
-
-        if self.head_dim in HEAD_DIMS:
-            return ""
-        return f"{kernels.capitalize()} attention does not support heads of width {self.head_dim}"
+        return heads_obstacle(kernels, self.head_dim, self.head_dim)
 
     def plan(self, plan: "WeightPlan", param_prefix: str, tensor_prefix: str) -> None:
         """Add key_factor and out."""

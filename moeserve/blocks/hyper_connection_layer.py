@@ -131,7 +131,6 @@ def normalized(mix_TSS: Tensor, rounds: int, eps: float) -> Tensor:
     """Return the softmax of rows + eps, with columns, then rows and columns in turns, divided by
     their sums + eps. rounds: how often columns are divided.
     """
-    count = mix_TSS.shape[1]
     # [S, S, T], so that a sum over rows or columns is a sum of slices.
     mix_SST = mix_TSS.permute(1, 2, 0)
     powers_SST = exp((mix_SST - mix_SST.amax(1, keepdim=True)).contiguous())
@@ -140,7 +139,6 @@ def normalized(mix_TSS: Tensor, rounds: int, eps: float) -> Tensor:
     for _ in range(rounds - 1):
         mix_SST = mix_SST / (_sum(mix_SST.unbind(1)) + eps)[:, None]
         mix_SST = mix_SST / (_sum(mix_SST.unbind(0)) + eps)
-    assert mix_SST.shape[:2] == (count, count), mix_SST.shape
     return mix_SST.permute(2, 0, 1).contiguous()
 
 

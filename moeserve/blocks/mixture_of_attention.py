@@ -10,6 +10,7 @@ Source: JetMoE (arXiv 2404.07413), after Mixture of Attention Heads (2210.05144)
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moeserve.blocks.attention import heads_obstacle
 from moeserve.blocks.mixer import CacheTensor, Mixer
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
 
@@ -45,15 +46,7 @@ class MixtureOfAttention(Mixer):
         return [(queries + 2 * kv, width), (self.num_experts, width), (width, queries)]
 
     def obstacle(self, kernels: str) -> str:
-        if kernels == "fa3":
-            from moeserve.kernels.flash_attention import misfit  # has torch
-
-            return misfit(self.head_dim, self.head_dim)
-        from moeserve.ops.native_layer import HEAD_DIMS  # has torch
-
-        if self.head_dim in HEAD_DIMS:
-            return ""
-        return f"{kernels.capitalize()} attention does not support heads of width {self.head_dim}"
+        return heads_obstacle(kernels, self.head_dim, self.head_dim)
 
     def plan(self, plan: "WeightPlan", param_prefix: str, tensor_prefix: str) -> None:
         """Add qkv (the queries of all experts first), attn_router, out, and out_bias."""

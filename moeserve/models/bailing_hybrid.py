@@ -15,7 +15,6 @@ from moeserve.models.bailing_moe import LING_2, LING_2_5
 
 FULL = "full_attention"
 LINEAR = "linear_attention"
-MAX_DECAY = 100.0  # the largest magnitude of a bound of log decays
 
 
 def _delta(config: Fields) -> KimiDelta:
@@ -29,7 +28,7 @@ def _delta(config: Fields) -> KimiDelta:
         conv=config.integer("short_conv_kernel_size", 2, family.MAX_CONV),
         decay_tensor=family.decay_tensor(config),
         low_rank=False,
-        lower_bound=config.number("kda_lower_bound", -MAX_DECAY, 0) if bounded else None,
+        lower_bound=config.number("kda_lower_bound", -family.MAX_DECAY, 0) if bounded else None,
         flat_decay=True,
     )
 

@@ -31,6 +31,8 @@ MAX_EXPERTS = 4096
 MAX_HEADS = 4096
 MAX_CONV = 16  # width of a convolution's kernel
 MAX_MULTIPLIER = 1e6
+MAX_DECAY = 100.0  # the largest magnitude of a bound of log decays
+MAX_STREAMS = 16  # residual streams
 
 SpecFields = dict[str, Any]  # keyword arguments of ModelSpec
 

@@ -21,9 +21,7 @@ from moeserve.ops.rules import TILE, Activation
 
 LINEAR = "linear_attention"
 INDEXED = ("indexed_attention", "full_attention")  # synonyms
-MAX_DECAY = 100.0  # the largest magnitude of a bound of log decays
 MAX_ROUNDS = 1000
-MAX_STREAMS = 16
 
 
 def _delta(config: Fields) -> KimiDelta:
@@ -40,7 +38,7 @@ def _delta(config: Fields) -> KimiDelta:
         {key: config.raw(name) for key, name in names.items()},
         prefix="linear_attn_config.",
     )
-    bound = linear.optional_number("gate_lower_bound", -MAX_DECAY, 0)
+    bound = linear.optional_number("gate_lower_bound", -family.MAX_DECAY, 0)
     if bound is None and linear.values and linear.values.get("safe_gate", True):
         bound = -5.0
     return KimiDelta(
@@ -102,7 +100,7 @@ def _spec_fields(config: Fields) -> family.SpecFields:
     dense = replace(family.dense(config), activation=activation)
     first_dense = min(3, family.num_layers(config))
     blocks = family.listed_moe(config, experts, dense, num_first_dense=first_dense)
-    streams = config.integer("hc_mult", 2, MAX_STREAMS)
+    streams = config.integer("hc_mult", 2, family.MAX_STREAMS)
     attn, mlp = (
         HyperConnection(
             name=name,

@@ -169,20 +169,22 @@ def _architecture(path: Path, values: dict[str, Any], families: Mapping[str, Fam
     config = Fields(path, values, {"architectures": None, "model_type": None})
     model_type = config.raw("model_type")
     names = config.raw("architectures")
-    supported = _supported(families, names if isinstance(names, list) else [model_type])
     if names is None and model_type is None:
-        raise CheckpointError(f"{path}: architectures is missing; supported: {supported}")
+        raise CheckpointError(
+            f"{path}: architectures is missing; supported: {_supported(families, [])}"
+        )
     if names is None:
         names = [name for name, family in families.items() if model_type in family.model_types]
         if not names:
+            supported = _supported(families, [model_type])
             raise config.error("model_type", f"supported architectures: {supported}")
     if not isinstance(names, list):
-        raise config.error("architectures", f"supported: {supported}")
+        raise config.error("architectures", f"supported: {_supported(families, [])}")
     architecture = next(
         (name for name in names if isinstance(name, str) and name in families), None
     )
     if architecture is None:
-        raise config.error("architectures", f"supported: {supported}")
+        raise config.error("architectures", f"supported: {_supported(families, names)}")
     known = families[architecture].model_types
     if model_type not in (None, *known):
         for name, family in families.items():

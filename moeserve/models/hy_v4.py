@@ -19,7 +19,6 @@ from moeserve.models import family
 from moeserve.models.deepseek_v32 import indexer_types
 from moeserve.ops.rules import Activation
 
-MAX_STREAMS = 16
 # Synonyms of attention with an indexer
 _INDEXED = ("indexed_attention", "deepseek_sparse_attention", "sparse_attention", "sparse")
 
@@ -54,7 +53,7 @@ def _spec_fields(config: Fields) -> family.SpecFields:
         activation=Activation(limit=config.number("swiglu_limit", 0, family.MAX_MULTIPLIER)),
     )
     blocks = family.listed_moe(config, experts, family.dense(config), num_first_dense=1)
-    streams = config.integer("hc_mult", 2, MAX_STREAMS)
+    streams = config.integer("hc_mult", 2, family.MAX_STREAMS)
     norm_eps = config.number("rms_norm_eps", 0, 1.0)
     eps = config.number("hc_eps", 0, 1.0)
     attn, mlp = (

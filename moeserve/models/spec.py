@@ -82,9 +82,8 @@ class ModelSpec:
     norm_eps: float
     layers: tuple[LayerSpec, ...]
     num_streams: int = 1  # residual streams, which begin as copies of the embedding
-    collapse: ResidualConnection | None = (
-        None  # reduces several residual streams before the final norm
-    )
+    # Reduces several residual streams before the final norm
+    collapse: ResidualConnection | None = None
     has_final_norm: bool = True  # False: `collapse` norms its result
     tie_embeddings: bool = False
     num_mtp_layers: int = 0  # layers for multi-token prediction, numbered after the others

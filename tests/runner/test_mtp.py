@@ -383,7 +383,8 @@ def test_drafts_change_no_token(name: str, make_head: Callable[[str], Head]) -> 
     runner.limits = replace(runner.limits, num_drafts=K)
     drafted, verified, right = serve(runner, submits)
     assert drafted == answers
-    assert verified > 150
+    # The small Qwen3.8 ends its answers earlier: the id that ends n-grams ends an answer, too.
+    assert verified > (150 if name == "qwen4_exp_text" else 300)
     assert right > 0
 
 

@@ -7,5 +7,5 @@ from tools import models_table
 
 
 def test_the_table_is_up_to_date() -> None:
-    assert models_table.PATH.read_text() == models_table.text(), "run python tools/models_table.py"
+    assert models_table.PATH.read_text() == models_table.text(), "run python -m tools.models_table"
     assert models_table.text().count("\n| ") == len(FAMILIES) + 1

@@ -66,14 +66,15 @@ def _offered(facts: ExpertFacts) -> tuple[str, ...]:
     ops = facts.ops
     if ops.kernels_setting in EXPERT_KERNELS.plugins:
         return (ops.kernels_setting,)
-    if ops.native:
-        return ("native", "grouped_mm", "reference")[1 if facts.capped else 0 :]
+    plain = ("grouped_mm", "reference")
+    if ops.native and not facts.capped:
+        return ("native", *plain)
     if not ops.triton:
-        return ("grouped_mm", "reference")
+        return plain
     if facts.is_package_chosen:
         return (ops.kernels_setting,)
     package = "deep_gemm" if facts.fp8_blocks else "flashinfer"
-    return (package, "triton", *(() if ops.exact else ("grouped_mm", "reference")))
+    return (package, "triton", *(() if ops.exact else plain))
 
 
 def check_kernels(name: str) -> None:
